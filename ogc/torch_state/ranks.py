@@ -122,11 +122,10 @@ def _fill(made: Any, given: Any) -> None:
             target.copy_(source.repeat(times)[: target.numel()].view(target.shape))
 
 
-log = logging.getLogger(__name__)
-
-
 # -- one answer for all ----------------------------------------------------------------------------------
 
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -140,16 +139,28 @@ def first_of_all(question: str, answer: Callable[[], T]) -> T:
         question: text that is equal on the ranks that are to agree, and on no others.
         answer: plain data that can be pickled; asked for only where no rank has answered yet.
     """
+    known = answer_of_ranks(question)
+    return first_answer(question, answer()) if known is None else known
+
+
+def answer_of_ranks(question: str) -> Any:
+    """What the first rank answered; None if none has."""
+    key, store = _key(question), store_of_all_ranks() if are_several() else None
+    return None if store is None else _asked(lambda: store.get(key) if store.check([key]) else None)
+
+
+def first_answer(question: str, mine: T) -> T:
+    """What the first rank answered; if none has, what this one does."""
     store = store_of_all_ranks() if are_several() else None
     if store is None:
-        return answer()
-    key = f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
-    if (known := _asked(lambda: store.get(key) if store.check([key]) else None)) is not None:
-        return known
-    mine = answer()
+        return mine
     text = base64.b64encode(pickle.dumps(mine)).decode()
-    first = _asked(lambda: store.compare_set(key, "", text))
+    first = _asked(lambda: store.compare_set(_key(question), "", text))
     return mine if first is None else first
+
+
+def _key(question: str) -> str:
+    return f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
 
 
 def _asked(ask: Callable[[], bytes | None]) -> Any:

@@ -17,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import ogc
 from ogc.errors import InputError, ParseError, SolveError
-from ogc.in_parts import Options, PartsPlan, optimize_in_parts
+from ogc.in_parts import PartsPlan, optimize_in_parts
 from ogc.in_parts.module import CALL
+from ogc.parser import ParseOptions
+from ogc.planning import PlanOptions
+from ogc.solver import SolveOptions
 
 
 class Scale(torch.autograd.Function):
@@ -1045,7 +1048,7 @@ def test_speech_models_with_layer_drop(kind):
     )
     model, given = getattr(transformers, f"{kind}Model")(config).train(), (torch.randn(4, 16000),)
     plain = {"": "draws masks with numpy", "encoder": "leaves out layers by chance"}
-    assert_much_less(model, optimize_in_parts(model, given, Options(), plain), given)
+    assert_much_less(model, optimize_in_parts(model, given, PlanOptions(ParseOptions(), SolveOptions()), plain), given)
 
 
 def assert_much_less(model, optimised, given):

@@ -7,9 +7,9 @@ import pytest
 from helpers import random_graph, random_plans
 
 import ogc
-from ogc.in_parts import Options
 from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Chooser, Event, Joined, PartCost, usual_events
-from ogc.solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, Goal
+from ogc.in_parts.plan import frugal
+from ogc.solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, Goal, SolveOptions
 
 SEEDS = range(40)
 
@@ -33,7 +33,7 @@ def some_choices(step, seed, count=3):
 
 
 def chooser_of(step):
-    return Chooser(step, tuple(map(Options().frugal, step.parts)))
+    return Chooser(step, tuple(frugal(SolveOptions(), part) for part in step.parts), SolveOptions())
 
 
 def with_backwards_inside(step, seed):

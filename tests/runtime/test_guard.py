@@ -20,20 +20,20 @@ from ogc.runtime import runner
 from ogc.runtime.runner import LOOKS
 from ogc.torch_state.module_state import WatchedModule
 
-optimize_module = importlib.import_module("ogc.planned")
+planning = importlib.import_module("ogc.planning")
 
 
 @pytest.fixture
 def parses(monkeypatch):
     """The sample inputs that are parsed."""
     seen = []
-    original = optimize_module.parse
+    original = planning.parsed
 
-    def parse(model, sample_input, **options):
+    def parse(model, sample_input, options):
         seen.append(sample_input)
-        return original(model, sample_input, **options)
+        return original(model, sample_input, options)
 
-    monkeypatch.setattr(optimize_module, "parse", parse)
+    monkeypatch.setattr(planning, "parsed", parse)
     return seen
 
 
@@ -582,7 +582,7 @@ def test_whatever_goes_wrong_in_planning_runs_the_plain_model(error, monkeypatch
         tried.append(1)
         raise error
 
-    monkeypatch.setattr(optimize_module, "parse", fail)
+    monkeypatch.setattr(planning, "parsed", fail)
     model.double()
     for _ in range(2):
         assert_same_step(model, optimised, images().double())
