@@ -28,24 +28,13 @@ from .parser.custom import parse_graph_of
 from .parser.forward.flat import saved_bytes
 from .plan import Fingerprint, Plan, SavedPlan, plan_on
 from .plan.saving import PARTS, structure_of
-from .planning import (
-    NOTHING,
-    Given,
-    GraphAndPlan,
-    OfGraph,
-    PlanOptions,
-    Replanner,
-    look_for,
-    meets,
-    tell_broken,
-    tolerant,
-)
+from .planning import Given, GraphAndPlan, OfGraph, PlanOptions, Replanner, look_for, meets, tell_broken, tolerant
 from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
 from .runtime.module import MADE_AGAIN, OWN_PLAN
 from .runtime.when_called import made_again, planned_when_called
-from .solver import Budget
+from .solver import LEAST, Budget
 from .torch_state.no_trace import remembering
 from .torch_state.ranks import has_inner_units, has_units
 
@@ -90,10 +79,6 @@ class Whole(OfGraph):
     def asked(self) -> tuple[Any, ...]:
         return "plan", structure_of(self.graph), self.chunks, self.is_one_of_many
 
-    @property
-    def is_shared(self) -> bool:
-        return self.chunks == 1 and super().is_shared
-
     def taken_up(self, saved: SavedPlan) -> GraphAndPlan | None:
         graph, goal = self.graph, self.options.goal
         if saved.kind == PARTS:
@@ -103,9 +88,8 @@ class Whole(OfGraph):
                 raise PlanError(f"the plan does not fit the graph, which has {difference}")
             if saved.chunks != self.chunks:
                 raise PlanError(f"the plan runs regions in {saved.chunks} chunks of the batch; give chunks= so many")
-            graph = optional("rewrites.chunking").chunked_along(
-                saved.regions, self.model, self.sample_input, graph, self.chunks, self.options.parsing
-            )
+            parsing, chunked_along = self.options.parsing, optional("rewrites.chunking").chunked_along
+            graph = chunked_along(saved.regions, self.model, self.sample_input, graph, self.chunks, parsing)
         plan = plan_on(graph, saved)
         plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
         keeps = meets(tolerant(goal, graph))
@@ -113,6 +97,9 @@ class Whole(OfGraph):
             return graph, plan
         tell_broken(goal, plan.peak_bytes, plan.overhead)
         return None
+
+    def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
+        return self.taken_up(saved) if self.chunks > 1 else super().of_rank(saved)
 
     def searched(self) -> GraphAndPlan:
         parsing, solving = self.options.parsing, self.options.solving
@@ -150,7 +137,7 @@ class Planning:
     def of_submodule(self, name: str, module: torch.nn.Module, is_one_of_many: bool) -> Planning:
         """What plans calls of a submodule by themselves: a budget holds for each."""
         options = self.options.of_submodule(name, module)
-        return Planning(options, self.chunks, NOTHING, self.backend, submodule=name, is_one_of_many=is_one_of_many)
+        return Planning(options, self.chunks, Given(), self.backend, submodule=name, is_one_of_many=is_one_of_many)
 
     def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, to be planned at its first call in training.
@@ -177,7 +164,7 @@ class Planning:
 
     def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:
         """What a step with this call takes at least. OgcError: nothing could be planned for it."""
-        if has_units(model) and has_inner_units(model):
+        if has_inner_units(model):
             return 0  # each unit is planned by itself, when it is called
         check_model(model)
         sample = sample_of(model, call, None)
@@ -215,7 +202,7 @@ class Planning:
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_opaque(model, graph, options)
         wanted = self.wanted(options, model, sample_input, graph)
-        if heavy and self.given.is_of_parts:
+        if heavy and self.given.saved is not None and self.given.saved.kind == PARTS:
             if (started := optimize_in_parts(model, sample_input, options, heavy, self.given)) is not None:
                 return started
         elif (given := self.given(wanted)) is not None:
@@ -245,17 +232,22 @@ class Planning:
         )
         return compiled
 
-    def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> GraphAndPlan:
+    def make(self, model: torch.nn.Module, call: Call) -> GraphAndPlan:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-        options = self.options.within(budget)
+        options = self.options
         with options.while_planning():
             try:
-                graph = options.parse(model, sample_input)
+                graph = options.parse(model, call)
             except InputError as error:
                 options = replace(options, parsing=replace(options.parsing, loss="outputs"))
-                graph = options.parse(model, sample_input)
+                graph = options.parse(model, call)
                 log.info("what is planned for ends with the model's outputs: %s", error)
-            return self.plan(self.wanted(options, model, sample_input, graph))
+            wanted = self.wanted(options, model, call, graph)
+            try:
+                return self.plan(wanted)
+            except SolveError as error:
+                log.warning("taking the least peak instead: %s", error)
+                return self.plan(replace(wanted, options=options.within(LEAST)))
 
     def as_a_whole(self, model: torch.nn.Module, found: GraphAndPlan) -> torch.nn.Module:
         """The model with one plan for everything."""
@@ -271,9 +263,8 @@ class Planning:
     def planner(self, model: torch.nn.Module) -> Replanner:
         """What plans for calls unlike the first."""
         goal, hooked = self.options.goal, hooked_modules(dict(model.named_modules()))
-        units = partial(optimize_units, options=self.options)
-        anew = replace(self, given=NOTHING, verify=False).now
-        return Replanner(self.make, goal.memory_budget, hooked, meets(goal), units, anew)
+        anew = replace(self, given=Given(), verify=False).now
+        return Replanner(self.make, goal.memory_budget, hooked, meets(goal), anew)
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

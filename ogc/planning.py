@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,20 +21,20 @@ from itertools import chain
 from math import prod
 from operator import gt
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import InputError, ParseError, PlanError, SolveError
+from .errors import InputError, ParseError, PlanError
 from .graph import MIB, Graph
 from .parser import ParseOptions, Shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
 from .plan import Plan, SavedPlan, plan_on, simulate
-from .plan.saving import PARTS, VERSION
+from .plan.saving import VERSION
 from .plan.simulate import plain_peak
 from .process import within_seconds
 from .program.structures import Call, InputSpec
-from .solver import FAIR, LEAST, Budget, Goal, SolveOptions
+from .solver import FAIR, Budget, Goal, SolveOptions
 from .solver.goal import in_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
@@ -48,8 +47,8 @@ log = logging.getLogger(__name__)
 GraphAndPlan = tuple[Graph, Plan]
 """A plan, and the graph that it runs on."""
 
-Make = Callable[[torch.nn.Module, Any, "Budget | None"], GraphAndPlan]
-"""Parses a model with a sample input and plans within a budget."""
+Make = Callable[[torch.nn.Module, Call], GraphAndPlan]
+"""Parses a model with a call's arguments, and plans."""
 
 Meets = Callable[[Graph, Plan], bool]
 """Whether a plan keeps the goal where a graph, weighed for that, is computed."""
@@ -106,26 +105,27 @@ class Replanner:
 
     A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
     plan that does not keep them is not reused, as ``keeps`` tells. Where a budget cannot be met, the plan is the
-    one with the least peak; one that misses its share is reused like those without a goal. ``units`` plans a model that
-    was sharded, ``anew`` one with hooks that submodules did not have when it was optimized (``hooked`` had some).
+    one with the least peak; one that misses its share is reused like those without a goal. ``anew`` plans a model that
+    was sharded, or has hooks that submodules did not have when it was optimized (``hooked`` had some).
     """
 
     make: Make | None = None
     budget: Budget | None = None
     hooked: Collection[str] = frozenset()
     keeps: Meets | None = None
-    units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
     anew: Callable[[torch.nn.Module, Call], torch.nn.Module] | None = None
     known: dict[int, _Sizes] = field(default_factory=dict)  # of each graph, by the identity of its program
 
     def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
         """The model planned unit by unit if it was sharded since it was planned, anew if it has got hooks."""
-        if self.units is not None and has_inner_units(model):
+        if self.anew is None:
+            return None
+        if has_inner_units(model):
             log.warning("the model was sharded since it was optimized: its units are planned one by one")
-            return self.units(model)
+            return self.anew(model, call)
         hooked = hooked_modules(dict(model.named_modules(remove_duplicate=False)))
         new = [name for name in hooked if name and name not in self.hooked]
-        return None if self.anew is None or not new or _collecting(model) else self.anew(model, call)
+        return None if not new or _collecting(model) else self.anew(model, call)
 
     def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal.
@@ -187,11 +187,7 @@ class Replanner:
             return None
         if name := _collecting(model):
             raise ParseError(f"module {name} has hooks that collect what it gives for a forward around the model")
-        try:
-            return self.make(model, call, self.budget)
-        except SolveError as error:
-            log.warning("taking the least peak instead: %s", error)
-            return self.make(model, call, LEAST)
+        return self.make(model, call)
 
 
 def _collecting(model: torch.nn.Module) -> str:
@@ -206,9 +202,6 @@ Found = TypeVar("Found")
 
 ROUNDING, NOISE = 1 + 1e-9, 1.05
 """By how much a saved plan may miss the overhead that was asked for: where times are estimated, and measured anew."""
-
-PlanSource = str | os.PathLike[str] | SavedPlan
-"""A file that a plan was saved to, or what is in one; a plan itself will do too."""
 
 
 def saved_plan(source: Any) -> SavedPlan:
@@ -341,13 +334,12 @@ class PlanOptions:
             yield
 
 
-class Wanted(ABC, Generic[Found]):
+class Wanted(Protocol[Found]):
     """What is looked for: the plan of a model, or those of its parts."""
 
     options: PlanOptions
 
     @property
-    @abstractmethod
     def asked(self) -> tuple[Any, ...]:
         """A word for what it is the plan of, and all that it depends on beside the options, but for seconds."""
 
@@ -359,18 +351,12 @@ class Wanted(ABC, Generic[Found]):
         text = repr((self.asked, VERSION, budget, goal.max_overhead, others))
         return f"{self.asked[0]}-{sha256(text.encode()).hexdigest()[:32]}"
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether ranks are to have equal ones."""
-        return are_several()
-
     @cached_property
     def known(self) -> SavedPlan | None:
         """What another rank had when this one began to look for it."""
-        found: SavedPlan | None = answer_of_ranks(self.key) if self.is_shared else None
+        found: SavedPlan | None = answer_of_ranks(self.key) if are_several() else None
         return found
 
-    @abstractmethod
     def taken_up(self, saved: SavedPlan) -> Found | None:
         """It as it was saved; None, which is told, if it misses the goal here. PlanError: it does not fit."""
 
@@ -378,11 +364,9 @@ class Wanted(ABC, Generic[Found]):
         """It as another rank has it."""
         return self.taken_up(saved)
 
-    @abstractmethod
     def searched(self) -> Found:
         """It by a search."""
 
-    @abstractmethod
     def saved(self, found: Found) -> SavedPlan:
         """What is saved of it."""
 
@@ -397,11 +381,6 @@ class Given:
 
     saved: SavedPlan | None = None
     must_fit: bool = True
-
-    @property
-    def is_of_parts(self) -> bool:
-        """Whether it is for a model in parts."""
-        return self.saved is not None and self.saved.kind == PARTS
 
     def __call__(self, wanted: Wanted[Found]) -> Found | None:
         """It as it holds here. PlanError: it does not fit, and must."""
@@ -437,7 +416,7 @@ def searched(wanted: Wanted[Found]) -> Found:
 
 def _agreed(wanted: Wanted[Found], found: Found) -> Found:
     """What this rank has found, for others to take; or theirs, if one was quicker and it does here."""
-    if not wanted.is_shared:
+    if not are_several():
         return found
     mine = wanted.saved(found)
     first = first_answer(wanted.key, mine)
@@ -466,7 +445,7 @@ class OfGraph(Wanted[GraphAndPlan]):
     options: PlanOptions
     graph: Graph
 
-    def of_rank(self, saved: SavedPlan) -> GraphAndPlan:
+    def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
         plan = plan_on(self.graph, saved)
         if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:  # sizes were measured
             raise PlanError(f"it takes {plan.peak_bytes} bytes on this rank, more than {plan.budget_bytes}")

@@ -20,7 +20,7 @@ from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
 from ..planning import GraphAndPlan, Meets, OfGraph, PlanOptions, Replanner, look_for
 from ..program.structures import Call
-from ..solver import Budget, Goal, SolveOptions
+from ..solver import Goal, SolveOptions
 from ..torch_state.forwards import is_compiled
 from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
@@ -60,12 +60,8 @@ class Share:
         share = 1.0 if self.options.goal.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
         return int(SLACK * share * self.cost.saved_bytes), max(1, int(SLACK * share * self.cost.most))
 
-    def agreed_plan(self, graph: Graph) -> Plan:
-        """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
-        return look_for(_LatePlan(self.options, graph, self))[1]
-
-    def searched(self, graph: Graph) -> Plan:
-        """The same, by a search."""
+    def plan_of(self, graph: Graph) -> Plan:
+        """The fastest plan that keeps to the share; a frugal one if none does."""
         (kept, most), solving = self._limits(graph), self.options.solving
         is_for_time = solving.goal.max_overhead is not None
         with suppress(SolveError):
@@ -81,10 +77,10 @@ class Share:
         if self.options.solving.solver == "none":
             return None
 
-        def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> GraphAndPlan:
+        def make(module: torch.nn.Module, call: Call) -> GraphAndPlan:
             with self.options.while_planning():
                 graph = self.options.of_submodule(name, module).parse(module, call)
-                return graph, self.agreed_plan(graph)
+                return look_for(_LatePlan(self.options, graph, self))
 
         budget = self.cost.most if self.options.goal.is_in_bytes else None
         return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.meets)
@@ -94,7 +90,7 @@ class Share:
 class _LatePlan(OfGraph):
     """The plan of a part: one that keeps to a share, or else as little as the goal allows."""
 
-    share: Share | None = None
+    share: Share | None
 
     @property
     def asked(self) -> tuple[Any, ...]:
@@ -104,7 +100,7 @@ class _LatePlan(OfGraph):
         return self.graph, plan_on(self.graph, saved)
 
     def searched(self) -> GraphAndPlan:
-        plan = frugal_plan(self.options.solving, self.graph) if self.share is None else self.share.searched(self.graph)
+        plan = frugal_plan(self.options.solving, self.graph) if self.share is None else self.share.plan_of(self.graph)
         return self.graph, plan
 
 
@@ -149,10 +145,10 @@ class LatePlanner:
                     return graph, plan, share.planner(name, module)
         with self.options.while_planning():
             graph = self.options.of_submodule(name, module).parse(module, call)
-            if alike:
-                share = alike[0][1]
-                return graph, share.agreed_plan(graph), share.planner(name, module)
-            _, plan = look_for(_LatePlan(self.options, graph))
+            known = alike[0][1] if alike else None
+            _, plan = look_for(_LatePlan(self.options, graph, known))
+        if known is not None:
+            return graph, plan, known.planner(name, module)
         share = Share(self.options, plan, PartCost.of(graph, plan))
         self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
         return graph, plan, share.planner(name, module)

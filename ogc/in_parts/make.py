@@ -26,7 +26,7 @@ from ..runtime.module import refuse_replaced_forward
 from ..solver import LEAST_PEAK, Goal
 from ..torch_state.allocator import can_measure
 from ..torch_state.forwards import only_holds
-from ..torch_state.ranks import first_of_all
+from ..torch_state.ranks import first_answer
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
@@ -78,7 +78,7 @@ def optimize_in_parts(
         found = find_parts(model, sample_input, options, plain)
         planning = _Planning(model, sample_input, options, found)
         planned = source(planning)
-    if planned is None or not first_of_all(f"{planning.key} is wanted", lambda: is_wanted(planned.plan)):
+    if planned is None or not first_answer(f"{planning.key} is wanted", is_wanted(planned.plan)):
         return None
     result = planned.module()
     _tell(planned.plan)

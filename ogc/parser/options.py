@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -69,25 +70,25 @@ class ParseOptions:
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""
-        names, types = _names_and_types(self.opaque_modules)
-        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
+        modules = model.named_modules(remove_duplicate=False)
+        return [name for name, module in modules if name and any(_is(one, name, module) for one in self.opaque_modules)]
 
     def _repeatable(self, name: str, module: torch.nn.Module) -> NamesAndTypes | bool | None:
         wanted = self.recompute_opaque
         if wanted is None or isinstance(wanted, bool):
             return wanted
-        names, types = _names_and_types(wanted)
-        is_around = any(f"{name}.".startswith(f"{around}.") for around in names)
-        return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
+        around = list(accumulate(name.split("."), "{}.{}".format))
+        is_named = any(_is(one, outer, module) for one in wanted for outer in around)
+        return is_named or _inside(wanted, name, module)
 
 
-def _names_and_types(wanted: NamesAndTypes) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
-    return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
+def _is(wanted: str | type[torch.nn.Module], name: str, module: torch.nn.Module) -> bool:
+    return wanted == name if isinstance(wanted, str) else isinstance(module, wanted)
 
 
 def _inside(wanted: NamesAndTypes, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
     """Of these names and types, those that mean something within a submodule, with names as seen from there."""
-    names, types = _names_and_types(wanted)
     children = [child for child in module.modules() if child is not module]
-    inner = [entry.removeprefix(f"{name}.") for entry in names if entry.startswith(f"{name}.")]
-    return [*inner, *(kind for kind in types if any(isinstance(child, kind) for child in children))]
+    inner = [one.removeprefix(f"{name}.") for one in wanted if isinstance(one, str) and one.startswith(f"{name}.")]
+    types = [one for one in wanted if isinstance(one, type) and any(isinstance(child, one) for child in children)]
+    return [*inner, *types]

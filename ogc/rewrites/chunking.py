@@ -259,9 +259,8 @@ def chunked_along(
     profile: str | None = None,
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
-    rewrite, options = Chunks(regions, chunks), parsing.as_for(graph)
-    options = replace(options, rewrite=rewrite, plain_peak_bytes=plain_peak(graph), profile=profile or graph.profile)
-    chunked = parsed(model, sample_input, options)
+    options = replace(parsing.as_for(graph), rewrite=Chunks(regions, chunks), plain_peak_bytes=plain_peak(graph))
+    chunked = parsed(model, sample_input, replace(options, profile=profile or graph.profile))
     return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 
 

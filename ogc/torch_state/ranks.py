@@ -130,27 +130,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def first_of_all(question: str, answer: Callable[[], T]) -> T:
-    """What the first rank answered, be it this one, without waiting for another rank.
-
-    The answer is put into the store that all ranks met at, and taken from there by those that ask later.
-
-    Args:
-        question: text that is equal on the ranks that are to agree, and on no others.
-        answer: plain data that can be pickled; asked for only where no rank has answered yet.
-    """
-    known = answer_of_ranks(question)
-    return first_answer(question, answer()) if known is None else known
-
-
 def answer_of_ranks(question: str) -> Any:
-    """What the first rank answered; None if none has."""
+    """What the first rank answered to a question, text that is equal on the ranks that are to agree; None if none has.
+
+    Answers are put into the store that all ranks met at, and taken from there: no rank waits for another one.
+    """
     key, store = _key(question), store_of_all_ranks() if are_several() else None
     return None if store is None else _asked(lambda: store.get(key) if store.check([key]) else None)
 
 
 def first_answer(question: str, mine: T) -> T:
-    """What the first rank answered; if none has, what this one does."""
+    """What the first rank answered, be it this one; plain data that can be pickled."""
     store = store_of_all_ranks() if are_several() else None
     if store is None:
         return mine

@@ -16,11 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ogc
+from ogc import planning
 from ogc.errors import InputError, ParseError, SolveError
 from ogc.in_parts import PartsPlan, optimize_in_parts
 from ogc.in_parts.module import CALL
 from ogc.parser import ParseOptions
 from ogc.planning import PlanOptions
+from ogc.process import is_late
 from ogc.solver import SolveOptions
 
 
@@ -354,12 +356,22 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
 
 def test_equal_blocks_are_parsed_once(monkeypatch):
     seen = []
-    original = ogc.in_parts.plan.parse
-    monkeypatch.setattr(
-        ogc.in_parts.plan, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
-    )
+    original = planning.parsed
+    monkeypatch.setattr(planning, "parsed", lambda module, *a: seen.append(module) or original(module, *a))
     ogc.optimize(Tower(8), rows(), memory_budget="least")
     assert sum(isinstance(module, Block) for module in seen) == 1
+
+
+def test_all_calls_of_parts_are_planned_by_what_was_asked_for(monkeypatch):
+    seen = []
+    plan = SolveOptions.plan
+    monkeypatch.setattr(SolveOptions, "plan", lambda self, *a: seen.append((self.effort, is_late())) or plan(self, *a))
+    model = Tower(2)
+    optimised = ogc.optimize(model, rows(), memory_budget=500_000, effort=1, planning_seconds=1e-9)
+    assert set(seen) == {(1, True)}
+    seen.clear()
+    assert_same_training(model, optimised, rows(2 * ROWS))
+    assert set(seen) == {(1, True)} and optimised.report().planned
 
 
 def test_a_model_of_which_nothing_can_be_planned_is_refused_with_all_reasons():

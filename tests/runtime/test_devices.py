@@ -397,16 +397,17 @@ def test_collectives_of_a_model_in_parts(ranks):
 
 
 def answers(rank):
-    asked = []
-    first = of_torch.first_of_all("whose", lambda: asked.append(1) or rank)
-    again = of_torch.first_of_all("whose", lambda: asked.append(1) or 7)
-    own = of_torch.first_of_all(f"rank {rank}", lambda: rank)
+    unasked = of_torch.answer_of_ranks("nobody's")
+    first = of_torch.first_answer("whose", rank)
+    again = of_torch.first_answer("whose", 7)
+    known = of_torch.answer_of_ranks("whose")
+    own = of_torch.first_answer(f"rank {rank}", rank)
     of_torch.store_of_all_ranks = lambda: Broken()
     try:
-        broken = of_torch.first_of_all("another", lambda: rank)
+        broken, unknown = of_torch.first_answer("another", rank), of_torch.answer_of_ranks("whose")
     finally:
         of_torch.store_of_all_ranks = store
-    assert len(asked) <= 1 and own == broken == rank and first == again
+    assert own == broken == rank and first == again == known and unasked is unknown is None
     return first
 
 
