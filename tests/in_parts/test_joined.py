@@ -131,6 +131,7 @@ def test_effort_finds_more():
 
 
 @pytest.mark.parametrize("calls", [None, 4])
+@pytest.mark.full
 def test_almost_every_choice_is_as_good_as_all_others(calls):
     worse = dict.fromkeys(["peak", "time", "both"], 0)
     for seed in SEEDS:
