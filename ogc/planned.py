@@ -126,9 +126,12 @@ class Planning:
 
     def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:
         """What :func:`optimize` returns for a model, which may have a loss behind the ``plain`` one."""
-        is_late = sample_input is None or has_units(model)
-        result = self.when_called(model) if is_late else self.optimized(model, sample_input)
-        return with_calls_beside(result, plain, self.of_submodule)
+        if sample_input is None or has_units(model):
+            self.check(model)
+            made = planned_when_called(model, self)
+        else:
+            made = self.optimized(model, sample_input)
+        return with_calls_beside(made, plain, self.of_submodule)
 
     def again(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same of a model that was unpickled."""
@@ -138,15 +141,6 @@ class Planning:
         """What plans calls of a submodule by themselves: a budget holds for each."""
         options = self.options.of_submodule(name, module)
         return Planning(options, self.chunks, Given(), self.backend, submodule=name, is_one_of_many=is_one_of_many)
-
-    def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, to be planned at its first call in training.
-
-        Raises:
-            InputError: an argument is of the wrong kind.
-        """
-        self.check(model)
-        return planned_when_called(model, self)
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""

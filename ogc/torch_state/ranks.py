@@ -9,7 +9,6 @@ alone, on all threads that a backward runs on.
 from __future__ import annotations
 
 import base64
-import hashlib
 import logging
 import pickle
 import sys
@@ -135,7 +134,7 @@ def answer_of_ranks(question: str) -> Any:
 
     Answers are put into the store that all ranks met at, and taken from there: no rank waits for another one.
     """
-    key, store = _key(question), store_of_all_ranks() if are_several() else None
+    key, store = f"ogc/{question}", store_of_all_ranks() if are_several() else None
     return None if store is None else _asked(lambda: store.get(key) if store.check([key]) else None)
 
 
@@ -145,12 +144,8 @@ def first_answer(question: str, mine: T) -> T:
     if store is None:
         return mine
     text = base64.b64encode(pickle.dumps(mine)).decode()
-    first = _asked(lambda: store.compare_set(_key(question), "", text))
+    first = _asked(lambda: store.compare_set(f"ogc/{question}", "", text))
     return mine if first is None else first
-
-
-def _key(question: str) -> str:
-    return f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
 
 
 def _asked(ask: Callable[[], bytes | None]) -> Any:
