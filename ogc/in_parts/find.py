@@ -24,6 +24,7 @@ from ..parser import reuse
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
+from ..planning import PlanOptions
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
 from ..program.tensors import ByStorage, copies
@@ -41,7 +42,6 @@ from ..torch_state.private import (
 )
 from ..torch_state.ranks import alone
 from ..torch_state.reads.objects import changes, watched_attributes
-from .plan import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +83,14 @@ class FoundParts:
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
 
 
-def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> FoundParts:
+def find_parts(model: torch.nn.Module, sample_input: Any, options: PlanOptions, plain: Mapping[str, str]) -> FoundParts:
     """The parts of ``model``, which is afterwards as before; ``plain`` has modules that stay plain, by name, and why.
 
     Raises:
         Exception: what the model's own forward raises.
     """
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
-    closed = options.asked_for(model)
+    closed = options.parsing.asked_for(model)
     plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
     graphs = _Graphs(options)
     keeps = False
@@ -118,7 +118,7 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
 class _Graphs:
     """Graphs of calls; equal submodules share what was parsed."""
 
-    options: Options
+    options: PlanOptions
     parts: list[Part] = field(default_factory=list)
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
@@ -127,7 +127,7 @@ class _Graphs:
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
                 return part
-        graph = self._shared(module, call, inputs) or self.options.parse(module, name, call)
+        graph = self._shared(module, call, inputs) or self.options.of_submodule(name, module).parse(module, call)
         like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
         self.parts.append(Part(name, module, graph, like, look_of(module)))
         return self.parts[-1]

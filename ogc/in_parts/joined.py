@@ -24,7 +24,7 @@ from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
 from ..plan.decisions import Policies, Policy, clipped, shifted
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
-from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, optimal
+from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, SolveOptions
 
 Choice = tuple[Plan, ...]
 """The plan of each part."""
@@ -340,10 +340,12 @@ class Chooser:
     Attributes:
         step: with what is outside of the parts.
         known: a choice that saves little; what is outside is as it is beside that.
+        solving: by what plans are found, but for the goal.
     """
 
     step: Joined
     known: Choice
+    solving: SolveOptions
 
     def chosen(self, goal: Goal) -> Choice | None:
         """The best choice found for a goal, the plain one if that is as good; None if nothing fits the budget."""
@@ -396,7 +398,7 @@ class Chooser:
         return self._of_goal(goal, rank)
 
     def _of_goal(self, goal: Goal, rank: Rank) -> Choice:
-        return self._of_calls(optimal(self.graph, goal), rank)
+        return self._of_calls(self.solving.plan(self.graph, goal), rank)
 
     @cached_property
     def graph(self) -> Graph:

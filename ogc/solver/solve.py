@@ -17,14 +17,12 @@ from ..plan.schedule import Schedule
 from ..plan.told import FREE, Entry, Told, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, weigh
-from .goal import FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .polish import Aim, polished
 from .references import REFERENCES
 from .search import Search, VariantSearch, fairest, search_fairly, search_of
 
 
-@collecting_new_only()
-@shown()
 def solve(
     graph: Graph,
     *,
@@ -69,15 +67,49 @@ def solve(
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
-    check_effort(effort)
-    goal = Goal(memory_budget, max_overhead, _told(graph, keep, recompute, once))
-    find = solver_of(solver, goal)
-    if find is optimal:
-        return optimal(graph, goal, effort)
-    plan = find(graph, goal)
-    if not plan.is_plain:
-        _known_of(graph).learn([Candidate(plan.peak_bytes, plan.added_seconds, plan.decisions)])
-    return plan
+    told = _told(graph, keep, recompute, once)
+    return SolveOptions(Goal(memory_budget, max_overhead, told), solver, effort).plan(graph)
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """The arguments of :func:`solve` beside the graph.
+
+    Raises:
+        InputError: the solver is unknown or takes no goal, or the effort is none.
+    """
+
+    goal: Goal = FAIR
+    solver: str = "optimal"
+    effort: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.effort, bool) or self.effort not in EFFORTS:
+            raise InputError(f"effort must be 0, 1, 2 or 3, not {self.effort!r}")
+        if self.solver not in SOLVERS:
+            raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {self.solver!r}")
+        if self.solver != "optimal" and self.goal:
+            raise InputError(
+                f"solver={self.solver!r} takes neither memory_budget nor max_overhead; only 'optimal' does"
+            )
+        if self.solver != "optimal" and self.goal.told:
+            raise InputError(f"solver={self.solver!r} cannot be told {self.goal.told}; only 'optimal' can")
+
+    @collecting_new_only()
+    @shown()
+    def plan(self, graph: Graph, goal: Goal | None = None) -> Plan:
+        """The plan of a graph, for another goal if one is given, but as told.
+
+        Raises:
+            SolveError: nothing fits the budget.
+        """
+        wanted = self.goal if goal is None else replace(goal, told=self.goal.told)
+        if self.solver == "optimal":
+            return optimal(graph, wanted, self.effort)
+        plan = SOLVERS[self.solver](graph, wanted)
+        if not plan.is_plain:
+            _known_of(graph).learn([Candidate(plan.peak_bytes, plan.added_seconds, plan.decisions)])
+        return plan
 
 
 @collecting_new_only()
@@ -305,12 +337,6 @@ SLOWER = 50
 """How many times longer a simulation takes where none is compiled."""
 
 
-def check_effort(effort: Any) -> None:
-    """Raise InputError unless this is one."""
-    if isinstance(effort, bool) or effort not in EFFORTS:
-        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
-
-
 def _moves(effort: int, graph: Graph) -> int:
     moves = EFFORTS[effort]
     if effort == 1:
@@ -333,18 +359,3 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
 
 SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, goal: plain_plan(graph), **REFERENCES}
 """All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a goal."""
-
-
-def solver_of(name: str, goal: Goal) -> Solver:
-    """The solver of this name, for this goal.
-
-    Raises:
-        InputError: there is none, or it takes no goal.
-    """
-    if name not in SOLVERS:
-        raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {name!r}")
-    if name != "optimal" and goal:
-        raise InputError(f"solver={name!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
-    if name != "optimal" and goal.told:
-        raise InputError(f"solver={name!r} cannot be told {goal.told}; only 'optimal' can")
-    return SOLVERS[name]
