@@ -156,11 +156,13 @@ class Told:
         saved: values that are saved from the forward wherever they are needed behind it.
         recomputed: values that nothing keeps from the forward to the backward.
         in_recomputed: operations that no segment of the forward saves, as that would keep such a value.
+        words: as the user said it.
     """
 
     saved: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
     in_recomputed: frozenset[int] = frozenset()
+    words: str = field(default="", compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.saved or self.recomputed)
@@ -188,6 +190,7 @@ class Graph:
         left_bytes: parameters' gradients that the backward leaves, where there are none before it; they count among
             all other gradients.
         told: what every plan keeps to.
+        free: the same graph where nothing is told, if something is.
         kinds: for each module, by its name, the names of its class and of those that this inherits from.
     """
 
@@ -204,6 +207,7 @@ class Graph:
     chunked: tuple[tuple[str, str], ...] = ()
     unchunked: Graph | None = field(default=None, compare=False, repr=False)
     told: Told = FREE
+    free: Graph | None = field(default=None, compare=False, repr=False)
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -249,6 +253,15 @@ class Graph:
         return len(self.operations)
 
     @property
+    def may_be_plain(self) -> bool:
+        """Whether the plain model keeps to what is told."""
+        return not self.told.in_recomputed
+
+    def without_program(self) -> Graph:
+        """The graph for all but running it: to be pickled, or held by another one."""
+        return replace(self, program=None, free=self.free and replace(self.free, program=None))
+
+    @property
     def end(self) -> int:
         """The position where the model's forward ends."""
         return len(self) - self.outside
@@ -282,7 +295,7 @@ class Graph:
     @cached_property
     def of_the_plain_model(self) -> Graph:
         """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
-        rest = replace(self.with_variants(()), told=FREE) if self.told else self.with_variants(())
+        rest = replace(self.with_variants(()), told=FREE, free=None) if self.told else self.with_variants(())
         held: dict[int, tuple[int, ...]] = {}
         for v, value in enumerate(self.values):
             if value.held_until is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -15,8 +16,10 @@ from .in_parts import PartsPlan
 from .parser import Loss, NamesAndTypes, ParseGraph, ParseOptions
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
+from .parser.parse import kinds_of_modules
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
+from .plan.told import Entry, Instructions
 from .planned import OnDevice, Planning
 from .planning import Given, PlanOptions, Store, saved_plan
 from .program.program import Optimizer, device_of_model
@@ -55,6 +58,9 @@ def optimize(
     verify: bool = False,
     effort: int = 0,
     planning_seconds: float | None = None,
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -109,6 +115,11 @@ def optimize(
         effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`.
         planning_seconds: after which the best plan found so far is taken, for each call that is planned. What is then
             not measured yet is estimated. Recording the forward is not cut short.
+        keep: names, patterns such as ``"layers.*.attn"`` and types of submodules whose results are saved and never
+            recomputed. What this costs is in ``result.plan.summary``.
+        recompute: submodules of which nothing stays from the forward to the backward, but what one with submodules of
+            its own hands on; see :func:`ogc.solve`.
+        once: submodules whose operations never run twice.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -148,6 +159,11 @@ def optimize(
         recompute_opaque=recompute_opaque,
     )  # fmt: skip
     solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort)
+    if (said := Instructions(keep, recompute, once)) and solver != "optimal":
+        raise InputError(f"solver={solver!r} cannot be told {said}; only 'optimal' can")
+    if said:
+        check_model(model, may_lack_content=True)
+        parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
     options = PlanOptions(parsing, solving, store, planning_seconds)
     planning = Planning(options, chunks, Given(saved), backend, device, verify)
     return planning.result(model, sample_input, plain)

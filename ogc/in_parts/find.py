@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,11 +19,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import InputError, OgcError, ParseError
-from ..graph import Graph
+from ..graph import FREE, Graph
 from ..parser import reuse
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
+from ..plan.told import Instructions
 from ..planning import PlanOptions
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
@@ -53,6 +54,7 @@ class Part:
         graph: what these calls compute.
         like: equal for parts with equal operations.
         look: see :func:`look_of`.
+        told: what its plans keep to.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Part:
     graph: Graph
     like: int
     look: Any
+    told: Instructions
 
 
 @dataclass
@@ -127,9 +130,11 @@ class _Graphs:
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
                 return part
-        graph = self._shared(module, call, inputs) or self.options.of_submodule(name, module).parse(module, call)
+        options = self.options.of_submodule(name, module)
+        shared = self._shared(module, call, inputs)
+        graph = options.parse(module, call) if shared is None else options.parsing.told.on(shared)
         like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
-        self.parts.append(Part(name, module, graph, like, look_of(module)))
+        self.parts.append(Part(name, module, graph, like, look_of(module), options.parsing.told))
         return self.parts[-1]
 
     def _shared(self, module: torch.nn.Module, call: Call, inputs: InputSpec) -> Graph | None:
@@ -138,7 +143,7 @@ class _Graphs:
             is_first = part.like == number and part.module is not module
             if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part, module):
                 with suppress(OgcError):
-                    return reuse(module, part.graph, call)
+                    return replace(reuse(module, part.graph, call), told=FREE)
         return None
 
 

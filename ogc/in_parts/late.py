@@ -137,7 +137,8 @@ class LatePlanner:
         Raises:
             OgcError: the call cannot be parsed or planned.
         """
-        alike = [(part, share) for part, share in self.examples if is_alike(part, module)]
+        told = self.options.of_submodule(name, module).parsing.told
+        alike = [(part, share) for part, share in self.examples if is_alike(part, module) and part.told == told]
         for part, share in alike:
             with suppress(OgcError):
                 graph, plan = reuse(module, part.graph, call, weighed=share.meets is not None), share.plan
@@ -150,7 +151,7 @@ class LatePlanner:
         if known is not None:
             return graph, plan, known.planner(name, module)
         share = Share(self.options, plan, PartCost.of(graph, plan))
-        self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
+        self.examples.append((Part(name, module, graph, 0, look_of(module), told), share))
         return graph, plan, share.planner(name, module)
 
 

@@ -156,7 +156,8 @@ class _Planning(Wanted["_Planned"]):
         """Submodules that the sample left out, by name, as far as they are like a part."""
         found = {}
         for name, module in self.found.late.items():
-            like = next((part for part in self.found.parts if is_alike(part, module)), None)
+            told = self.options.of_submodule(name, module).parsing.told
+            like = next((part for part in self.found.parts if is_alike(part, module) and part.told == told), None)
             if like is not None:
                 found[name] = replace(like, name=name, module=module)
         return found

@@ -28,7 +28,7 @@ def frugal(solving: SolveOptions, graph: Graph) -> Plan:
     costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
     cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
     is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
-    return found if is_better else plain
+    return found if is_better or not graph.may_be_plain else plain
 
 
 def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:

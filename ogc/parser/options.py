@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 
 from ..graph import Graph
+from ..plan.told import NO_INSTRUCTIONS, Instructions
 from ..program.program import AfterForward, Gradients, Loss, device_of_model
 from .arguments import profile_kind
 from .custom import ParseGraph, parse_graph_of
@@ -21,7 +22,7 @@ Rewrite = Callable[[torch.fx.Graph, torch.device], object]
 
 @dataclass(frozen=True)
 class ParseOptions:
-    """The arguments of :func:`ogc.parse` beside the model and its sample input, by the same names."""
+    """The arguments of :func:`ogc.parse` beside the model and its sample input, and what plans are told."""
 
     loss: Loss | None = None
     holds_outputs: bool = True
@@ -35,6 +36,7 @@ class ParseOptions:
     gpu: str | None = None
     opaque_modules: NamesAndTypes = ()
     recompute_opaque: NamesAndTypes | bool | None = None
+    told: Instructions = NO_INSTRUCTIONS  # by names of modules, for plans
 
     @property
     def after_forward(self) -> AfterForward:
@@ -61,6 +63,7 @@ class ParseOptions:
             parse_graph=None if self.parse_graph is None else False,
             opaque_modules=_inside(self.opaque_modules, name, module),
             recompute_opaque=self._repeatable(name, module),
+            told=self.told.within(name),
         )
 
     def as_for(self, graph: Graph) -> ParseOptions:

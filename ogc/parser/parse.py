@@ -162,11 +162,11 @@ def parsed(model: torch.nn.Module, sample_input: Any, options: ParseOptions) -> 
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     program = replace(graph.program, parse_graph=make, recorded=bare)
     kinds = kinds_of_modules(model)
-    return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes, kinds=kinds)
+    return options.told.on(replace(graph, program=program, plain_peak_bytes=plain_peak_bytes, kinds=kinds))
 
 
 def kinds_of_modules(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """:attr:`ogc.Graph.kinds` of a model."""
+    """``kinds`` of a graph of a model."""
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = {kind: kind_of(kind) for kind in {type(module) for module in modules.values()}}
     return {name: kinds[type(module)] for name, module in modules.items()}

@@ -198,7 +198,7 @@ class Plan:
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "graph": self.graph and replace(self.graph, program=None)}
+        return {**vars(self), "graph": self.graph and self.graph.without_program()}
 
     def __str__(self) -> str:
         parts = (self.recomputed_seconds, self.runtime_seconds)

@@ -82,9 +82,8 @@ class Schedule:
         self._visit(FORWARD, with_saved_end(graph, decisions.segments))
         for start, stop in self.runs[FORWARD].saved if graph.told.in_recomputed else ():
             if kept := sorted(graph.told.in_recomputed.intersection(range(start, stop))):
-                raise PlanError(
-                    f"segment {start}-{stop - 1} is saved, and operation {graph.operations[kept[0]].name} not"
-                )
+                name, words = graph.operations[kept[0]].name, graph.told.words
+                raise PlanError(f"segment {start}-{stop - 1} saves all of operation {name}, which {words} forbids")
         for run in reversed(self.runs[1:]):
             self._write_program(run)
         forward = self.runs[FORWARD]

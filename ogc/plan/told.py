@@ -14,14 +14,13 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
 from ..errors import InputError
-from ..graph import Graph, Operation
-from ..graph import Told as Fixed
+from ..graph import Graph, Operation, Told
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +32,17 @@ Kinds = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Told:
+class Instructions:
     """Entries by what they say.
 
     Raises:
         InputError: something is no list of entries.
     """
 
-    keep: tuple[Entry, ...] = ()
-    recompute: tuple[Entry, ...] = ()
-    once: tuple[Entry, ...] = ()
+    keep: Iterable[Entry] = ()
+    recompute: Iterable[Entry] = ()
+    once: Iterable[Entry] = ()
+    words: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for argument, entries in self._arguments():
@@ -55,18 +55,14 @@ class Told:
             object.__setattr__(self, argument.removesuffix("="), entries)
 
     def _arguments(self) -> Iterator[tuple[str, Any]]:
-        return ((f"{one.name}=", getattr(self, one.name)) for one in fields(self))
+        return ((f"{name}=", getattr(self, name)) for name in ("keep", "recompute", "once"))
 
     def __bool__(self) -> bool:
         return any(entries for _, entries in self._arguments())
 
     def __str__(self) -> str:
-        return " and ".join(f"{argument}{_listed(entries)}" for argument, entries in self._arguments() if entries)
-
-    @property
-    def key(self) -> str:
-        """The same for what says the same, in any process."""
-        return str(self)
+        said = (f"{argument}{_listed(entries)}" for argument, entries in self._arguments() if entries)
+        return self.words or " and ".join(said)
 
     def check(self, kinds: Kinds) -> None:
         """Raise InputError unless each entry matches a module of these, and no two say different things of one."""
@@ -77,6 +73,35 @@ class Told:
         for name in kinds:
             self._said(name, kinds)
 
+    def named(self, kinds: Kinds) -> Instructions:
+        """The same by the names of modules alone. InputError: as :meth:`check` raises it."""
+        self.check(kinds)
+        names = {
+            argument.removesuffix("="): tuple(
+                name
+                for name in kinds
+                if any(_outermost(entry, _around(name), kinds) == len(_around(name)) - 1 for entry in entries)
+            )
+            for argument, entries in self._arguments()
+        }
+        return Instructions(**names, words=str(self))
+
+    def within(self, name: str) -> Instructions:
+        """What names of modules say of those in a submodule, with names as seen from there."""
+        around = _around(name)
+        outside = {
+            argument: max((around.index(entry) for entry in entries if entry in around), default=-1)
+            for argument, entries in self._arguments()
+        }
+        inside = {
+            argument.removesuffix("="): (
+                *([""] if outside[argument] == max(outside.values()) >= 0 else []),
+                *(str(entry).removeprefix(f"{name}.") for entry in entries if str(entry).startswith(f"{name}.")),
+            )
+            for argument, entries in self._arguments()
+        }
+        return Instructions(**inside, words=self.words)
+
     def on(self, graph: Graph) -> Graph:
         """The graph whose plans all keep to this.
 
@@ -85,7 +110,7 @@ class Told:
         """
         if not self:
             return graph
-        known: dict[Told, Graph] = vars(graph).setdefault("_told", {})
+        known: dict[Instructions, Graph] = vars(graph).setdefault("_told", {})
         if self not in known:
             known[self] = self._on(graph)
         return known[self]
@@ -101,8 +126,8 @@ class Told:
         lost = {v for v, what, around in wanted if what == RECOMPUTE and not may_stay(v, around)}
         operations = tuple(replace(op, replayable=False) if t in once else op for t, op in enumerate(ops))
         in_lost = {t for t, op in enumerate(ops) if t < graph.end and _would_keep(graph, t, op, lost)}
-        fixed = Fixed(frozenset(saved), frozenset(lost), frozenset(in_lost))
-        return replace(graph, operations=operations, told=fixed)
+        told = Told(frozenset(saved), frozenset(lost), frozenset(in_lost), str(self))
+        return replace(graph, operations=operations, told=told, free=graph)
 
     def _said(self, module: str, kinds: Kinds) -> tuple[str, str]:
         """What holds for the operations of a module, and the module around them of which it was said."""
@@ -121,7 +146,7 @@ class Told:
 
 KEEP, RECOMPUTE, ONCE = "keep=", "recompute=", "once="
 
-FREE = Told()
+NO_INSTRUCTIONS = Instructions()
 """Where nothing is told."""
 
 

@@ -261,7 +261,7 @@ def chunked_along(
     """The graph with these regions in chunks; raises InputError where it has no such region."""
     options = replace(parsing.as_for(graph), rewrite=Chunks(regions, chunks), plain_peak_bytes=plain_peak(graph))
     chunked = parsed(model, sample_input, replace(options, profile=profile or graph.profile))
-    return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
+    return replace(chunked, chunks=chunks, chunked=regions, unchunked=graph.without_program())
 
 
 def _hot_regions(choice: _Choice) -> tuple[RegionEnds, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 from ..errors import InputError
 from ..graph import Graph
 from ..plan import Plan
-from ..plan.told import FREE, Told
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -32,7 +31,6 @@ class Goal:
 
     Attributes:
         memory_budget, max_overhead: as for :func:`ogc.solve`.
-        told: what holds whatever else is asked for.
 
     Raises:
         InputError: one of them is of the wrong kind, or both are given.
@@ -40,7 +38,6 @@ class Goal:
 
     memory_budget: Budget | None = None
     max_overhead: float | None = None
-    told: Told = FREE
 
     def __post_init__(self) -> None:
         share = self.max_overhead
@@ -51,7 +48,7 @@ class Goal:
         self.budget_bytes(1)
 
     def __bool__(self) -> bool:
-        return self.memory_budget is not None or self.max_overhead is not None
+        return self != Goal()
 
     @property
     def is_least(self) -> bool:

@@ -14,7 +14,7 @@ from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from ..plan.fast import Replay, library
 from ..plan.schedule import Schedule
-from ..plan.told import FREE, Entry, Told, kinds_of
+from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, weigh
 from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
@@ -68,7 +68,11 @@ def solve(
     """
     _check_graph(graph)
     told = _told(graph, keep, recompute, once)
-    return SolveOptions(Goal(memory_budget, max_overhead, told), solver, effort).plan(graph)
+    plan = SolveOptions(Goal(memory_budget, max_overhead), solver, effort).plan(told)
+    if told is graph or plan.is_plain:
+        return replace(plan, graph=graph)
+    _check_kept(told, plan)
+    return replace(plan, graph=graph)
 
 
 @dataclass(frozen=True)
@@ -92,20 +96,21 @@ class SolveOptions:
             raise InputError(
                 f"solver={self.solver!r} takes neither memory_budget nor max_overhead; only 'optimal' does"
             )
-        if self.solver != "optimal" and self.goal.told:
-            raise InputError(f"solver={self.solver!r} cannot be told {self.goal.told}; only 'optimal' can")
 
     @collecting_new_only()
     @shown()
     def plan(self, graph: Graph, goal: Goal | None = None) -> Plan:
-        """The plan of a graph, for another goal if one is given, but as told.
+        """The plan of a graph, for another goal if one is given.
 
         Raises:
+            InputError: the solver cannot be told what the graph was.
             SolveError: nothing fits the budget.
         """
-        wanted = self.goal if goal is None else replace(goal, told=self.goal.told)
+        wanted = self.goal if goal is None else goal
         if self.solver == "optimal":
             return optimal(graph, wanted, self.effort)
+        if graph.told and self.solver != "none":
+            raise InputError(f"solver={self.solver!r} cannot be told {graph.told.words}; only 'optimal' can")
         plan = SOLVERS[self.solver](graph, wanted)
         if not plan.is_plain:
             _known_of(graph).learn([Candidate(plan.peak_bytes, plan.added_seconds, plan.decisions)])
@@ -139,30 +144,28 @@ def frontier(
         The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
     """
     _check_graph(graph)
-    told = _told(graph, keep, recompute, once)
-    plain, within = plain_plan(graph), told.on(graph)
+    told, plain = _told(graph, keep, recompute, once), plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    optimal(graph, replace(LEAST_PEAK, told=told))
+    optimal(told, LEAST_PEAK)
     for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
         with suppress(SolveError):
-            optimal(graph, Goal(max(1, peak), told=told))
-    known = _known_of(within)
-    known.learn(search_of(within).curve(points))
-    is_free = not within.told.in_recomputed
+            optimal(told, Goal(max(1, peak)))
+    known = _known_of(told)
+    known.learn(search_of(told).curve(points))
     plans = [
-        plain.deciding(c.decisions.as_told(within.told), "optimal")
+        plain.deciding(c.decisions.as_told(told.told), "optimal")
         for c in known.plans
-        if c.peak_bytes < plain.peak_bytes or not is_free
+        if c.peak_bytes < plain.peak_bytes or not told.may_be_plain
     ]
-    return Frontier((*plans, plain) if is_free else tuple(plans))
+    return Frontier((*plans, plain) if told.may_be_plain else tuple(plans))
 
 
-def _told(graph: Graph, keep: Any, recompute: Any, once: Any) -> Told:
-    """What is told of a graph's modules. InputError: it is of the wrong kind, or of none, or contradicts itself."""
-    told = Told(keep, recompute, once)
-    told.check(graph.kinds or kinds_of(graph.operations))
-    return told
+def _told(graph: Graph, keep: Any, recompute: Any, once: Any) -> Graph:
+    """The graph with what is told. InputError: that is of the wrong kind, or of no module, or contradicts itself."""
+    said = Instructions(keep, recompute, once)
+    said.check(graph.kinds or kinds_of(graph.operations))
+    return said.on(graph)
 
 
 def _check_graph(graph: Any) -> None:
@@ -178,51 +181,47 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:
-        InputError: what is told contradicts itself.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
-    free = _free(graph, replace(goal, told=FREE), effort)
-    if not goal.told:
-        return free
-    return _as_told(graph, goal, effort, free)
-
-
-def _as_told(graph: Graph, goal: Goal, effort: int, free: Plan) -> Plan:
-    """The plan that keeps to what is told, where ``free`` is the one for the same goal without that."""
-    told, of_free = goal.told.on(graph), _known_of(graph)
-    known, costs = _known_of(told), Replay(told)
+    if graph.free is None:
+        return _found(graph, goal, effort)
+    free, of_free, known, costs = (
+        _found(graph.free, goal, effort),
+        _known_of(graph.free),
+        _known_of(graph),
+        Replay(graph),
+    )
     for plan in of_free.plans:
-        with suppress(PlanError):  # it does not keep to that
+        with suppress(PlanError):  # it does not keep to what is told
             known.learn([weigh(costs, plan.decisions)])
     try:
-        found = _free(told, replace(goal, told=FREE), effort)
-        if not found.is_plain:
-            found = replace(found, graph=graph).deciding(found.decisions.as_told(told.told), found.solver)
-            _check_kept(graph, told, found)
+        found = _found(graph, goal, effort)
     except (PlanError, SolveError) as error:
-        known_least = getattr(error, "least_peak_bytes", None)
-        raise SolveError(f"with {goal.told} {error}; without, the plan is: {free.summary}", known_least) from None
+        least = getattr(error, "least_peak_bytes", None)
+        raise SolveError(f"with {graph.told.words} {error}; without, the plan is: {free.summary}", least) from None
     if not found.is_plain:
+        found = found.deciding(found.decisions.as_told(graph.told), found.solver)
         of_free.learn([Candidate(found.peak_bytes, found.added_seconds, found.decisions)])
     costs_more = found.peak_bytes > free.peak_bytes or found.added_seconds > free.added_seconds
-    least = free if costs_more else found
-    return replace(found, free=(least.peak_bytes, least.added_seconds), graph=graph)
+    best = free if costs_more else found
+    return replace(found, free=(best.peak_bytes, best.added_seconds))
 
 
-def _check_kept(graph: Graph, told: Graph, plan: Plan) -> None:
-    """Raise PlanError where a plan repeats what it must not, which its policies alone do not prevent."""
-    again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
-    for t in sorted(again):
-        if graph.operations[t].replayable and not told.operations[t].replayable:
-            raise PlanError(f"operation {graph.operations[t].name} would still run twice")
+def _check_kept(told: Graph, plan: Plan) -> None:
+    """Raise SolveError where a plan repeats what it must not, which its policies alone do not prevent."""
+    assert told.free is not None
+    again = {t for run in Schedule(told.free, plan.decisions).runs[1:] for t in run.program}
+    for op, own in ((told.operations[t], told.free.operations[t]) for t in sorted(again)):
+        if own.replayable and not op.replayable:
+            raise SolveError(f"with {told.told.words} operation {op.name} would still run twice; leave its module out")
 
 
-def _free(graph: Graph, goal: Goal, effort: int) -> Plan:
-    """What :func:`optimal` gives for a goal that tells nothing, of a graph whose plans keep to what was told."""
+def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
+    """The plan for a goal, of a graph whose plans keep to what was told."""
     plain = plain_plan(graph)
     budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
-    may_be_plain = not graph.told.in_recomputed
+    may_be_plain = graph.may_be_plain
     if not len(graph) or (may_be_plain and budget is not None and plain.peak_bytes <= budget):
         return plain
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds

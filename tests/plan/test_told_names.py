@@ -11,7 +11,7 @@ from ogc import Graph, Operation, Value
 from ogc.errors import InputError, PlanError
 from ogc.plan import simulate
 from ogc.plan.fast import Replay
-from ogc.plan.told import Told, kind_of
+from ogc.plan.told import Instructions, kind_of
 
 MODULES = [
     *("stem", "layers.0.attn.q", "layers.0.attn", "layers.0.mlp.up", "layers.0.mlp.act", "layers.0"),
@@ -66,7 +66,7 @@ def network():
 )
 def test_what_names_patterns_and_types_mean(entries, saved):
     for argument in ("keep", "once"):
-        graph = Told(**{argument: entries}).on(network())
+        graph = Instructions(**{argument: entries}).on(network())
         assert graph.told.saved == saved
         assert [op.replayable for op in graph.operations] == [t not in saved for t in range(len(graph))]
         assert not graph.told.recomputed
@@ -84,13 +84,13 @@ def test_what_names_patterns_and_types_mean(entries, saved):
     ],
 )
 def test_a_module_with_submodules_may_keep_what_it_hands_on(entries, recomputed):
-    assert Told(recompute=entries).on(network()).told.recomputed == recomputed
+    assert Instructions(recompute=entries).on(network()).told.recomputed == recomputed
 
 
 def test_the_inner_module_decides():
-    graph = Told(keep=["layers.0.attn"], recompute=["layers.*"]).on(network())
+    graph = Instructions(keep=["layers.0.attn"], recompute=["layers.*"]).on(network())
     assert graph.told.saved == {1, 2} and graph.told.recomputed == {3, 4, 6, 7, 8, 9}
-    graph = Told(keep=["layers.0", "layers.1.mlp.up"], recompute=["layers.0.mlp.*", "layers.1"]).on(network())
+    graph = Instructions(keep=["layers.0", "layers.1.mlp.up"], recompute=["layers.0.mlp.*", "layers.1"]).on(network())
     assert graph.told.saved == {1, 2, 5, 8} and graph.told.recomputed == {3, 4, 6, 7, 9}
 
 
@@ -111,7 +111,7 @@ def test_what_contradicts_itself_is_refused(other, entries):
         ({"keep": [3]}, r"keep= must hold module names, patterns and types, not 3"),
         ({"keep": ["layers.0.atn"]}, r"keep= no submodule is called 'layers.0.atn'; the nearest are layers.0.attn"),
         ({"once": ["blocks.*"]}, r"once= no submodule is called 'blocks.*'; the nearest are "),
-        ({"recompute": [Told]}, r"recompute= no submodule is a 'Told'; the nearest are Activation, Linear"),
+        ({"recompute": [Instructions]}, r"recompute= no submodule is a 'Instructions'; the nearest are Activation"),
     ],
 )
 def test_what_means_nothing_is_refused(told, message):
@@ -122,7 +122,7 @@ def test_what_means_nothing_is_refused(told, message):
 
 def test_a_graph_made_by_hand_knows_no_types():
     graph = Graph(network().operations, network().values)
-    assert Told(keep=["layers.0.mlp"]).on(graph).told.saved == {3, 4}
+    assert Instructions(keep=["layers.0.mlp"]).on(graph).told.saved == {3, 4}
     with pytest.raises(InputError, match="keep= this graph does not know the types of its modules"):
         ogc.solve(graph, keep=[Linear])
 
@@ -137,7 +137,7 @@ def test_compiled_code_refuses_and_weighs_what_the_simulator_does(seed):
     graph, rng = random_graph(seed, most=12), random.Random(seed)
     operations = tuple(replace(op, module=rng.choice(MODULES)) for op in graph.operations)
     graph = Graph(operations, graph.values)
-    graph = Told(keep=["layers.0"], recompute=["layers.1", "*.act", "stem"], once=["*.q"]).on(graph)
+    graph = Instructions(keep=["layers.0"], recompute=["layers.1", "*.act", "stem"], once=["*.q"]).on(graph)
     costs = Replay(graph)
     for _ in range(40):
         decisions = random_decisions(graph, rng)
