@@ -6,7 +6,7 @@ pass are not values, because they stay in memory whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -149,6 +149,30 @@ class RuntimeCosts:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What every plan of a graph keeps to, because the user said so; see :mod:`ogc.plan.told`.
+
+    Attributes:
+        saved: values that are saved from the forward wherever they are needed behind it.
+        recomputed: values that nothing keeps from the forward to the backward.
+        in_recomputed: operations that no segment of the forward saves, as that would keep such a value.
+        words: as the user said it.
+    """
+
+    saved: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
+    in_recomputed: frozenset[int] = frozenset()
+    words: str = field(default="", compare=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.saved or self.recomputed)
+
+
+FREE = Told()
+"""Where nothing was told."""
+
+
+@dataclass(frozen=True)
 class Graph:
     """A program of operations over values, with everything the solver needs to weigh it.
 
@@ -165,6 +189,9 @@ class Graph:
         outside: how many operations at the end are the caller's, such as a loss; no plan recomputes them.
         left_bytes: parameters' gradients that the backward leaves, where there are none before it; they count among
             all other gradients.
+        told: what every plan keeps to.
+        free: the same graph where nothing is told, if something is.
+        kinds: for each module, by its name, the names of its class and of those that this inherits from.
     """
 
     operations: tuple[Operation, ...]
@@ -179,6 +206,9 @@ class Graph:
     chunks: int = 1
     chunked: tuple[tuple[str, str], ...] = ()
     unchunked: Graph | None = field(default=None, compare=False, repr=False)
+    told: Told = FREE
+    free: Graph | None = field(default=None, compare=False, repr=False)
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         written: set[int] = set()
@@ -223,6 +253,15 @@ class Graph:
         return len(self.operations)
 
     @property
+    def may_be_plain(self) -> bool:
+        """Whether the plain model keeps to what is told."""
+        return not self.told.in_recomputed
+
+    def without_program(self) -> Graph:
+        """The graph for all but running it: to be pickled, or held by another one."""
+        return replace(self, program=None, free=self.free and replace(self.free, program=None))
+
+    @property
     def end(self) -> int:
         """The position where the model's forward ends."""
         return len(self) - self.outside
@@ -256,7 +295,7 @@ class Graph:
     @cached_property
     def of_the_plain_model(self) -> Graph:
         """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
-        rest = self.with_variants(())
+        rest = replace(self.with_variants(()), told=FREE, free=None) if self.told else self.with_variants(())
         held: dict[int, tuple[int, ...]] = {}
         for v, value in enumerate(self.values):
             if value.held_until is not None:
@@ -448,19 +487,28 @@ class Graph:
         return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
 
 
-def price(peak: int, plain: int, added: float, step: float, floor: tuple[int, float] | None) -> str:
+Known = tuple[int, float]
+"""Peak in bytes and added seconds of another plan."""
+
+
+def price(peak: int, plain: int, added: float, step: float, floor: Known | None, free: Known | None = None) -> str:
     """A plan in one line: its peak and the plain model's in bytes, and the share of the plain step that it adds.
 
     Args:
         peak, plain: in bytes.
         added, step: seconds that the plan adds, and of the plain step.
-        floor: peak and added seconds of the plan with the least peak, if that is known.
+        floor: the plan with the least peak, if that is known.
+        free: the plan for the same goal where nothing is told, if something was.
     """
     share = 1 / step if step else 0.0
     text = f"peak {peak / MIB:.1f} of {plain / MIB:.1f} MiB, {share * added:+.0%} time"
-    if floor is None or floor[0] >= peak:
-        return text
-    return f"{text}; floor {floor[0] / MIB:.1f} MiB at {share * floor[1]:+.0%}"
+    if floor is not None and floor[0] < peak:
+        text += f"; floor {floor[0] / MIB:.1f} MiB at {share * floor[1]:+.0%}"
+    if free is not None:
+        text += (
+            f"; what was told costs {(peak - free[0]) / MIB:+.1f} MiB and {share * (added - free[1]):+.1%} of a step"
+        )
+    return text
 
 
 def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:

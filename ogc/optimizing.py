@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -12,17 +13,19 @@ import torch
 
 from .errors import InputError, optional
 from .in_parts import PartsPlan
-from .parser import Loss, NamesAndTypes, ParseGraph
+from .parser import Loss, NamesAndTypes, ParseGraph, ParseOptions
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
+from .parser.parse import kinds_of_modules
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
+from .plan.told import Entry, Instructions
 from .planned import OnDevice, Planning
-from .planning import Store, saved_plan
+from .planning import Given, PlanOptions, Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
-from .solver import Budget, Goal, check_effort, is_number
+from .solver import Budget, Goal, SolveOptions, is_number
 from .torch_state.forwards import outside_of_modes
 from .torch_state.ranks import within_data_parallel
 
@@ -55,6 +58,9 @@ def optimize(
     verify: bool = False,
     effort: int = 0,
     planning_seconds: float | None = None,
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -106,10 +112,14 @@ def optimize(
             one at the first call, and after the parameters moved, from another seed, on another input that is made of
             it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
             smaller batch.
-        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`. It is
-            for plans of the whole model: chunks and parts are planned with 0.
+        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`.
         planning_seconds: after which the best plan found so far is taken, for each call that is planned. What is then
             not measured yet is estimated. Recording the forward is not cut short.
+        keep: names, patterns such as ``"layers.*.attn"`` and types of submodules whose results are saved and never
+            recomputed. What this costs is in ``result.plan.summary``.
+        recompute: submodules of which nothing stays from the forward to the backward, but what one with submodules of
+            its own hands on; see :func:`ogc.solve`.
+        once: submodules whose operations never run twice.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -139,24 +149,23 @@ def optimize(
         loss = None
     elif callable(loss) and targets is not None:
         loss = partial(_loss_of, loss, targets)
-    parsing: dict[str, Any] = {
-        "loss": loss,
-        "holds_outputs": holds_outputs,
-        "outputs": outputs,
-        "parse_graph": parse_graph,
-        "recompute_opaque": recompute_opaque,
-    }
-
-    check_effort(effort)
     if planning_seconds is not None and not (is_number(planning_seconds) and planning_seconds > 0):
         raise InputError(f"planning_seconds must be a number of seconds above 0, not {planning_seconds!r}")
     if device_memory is not None and memory_budget is not None:
         raise InputError("give memory_budget or device_memory, not both")
     device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp, gradients)
-    planning = Planning(
-        parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
-        backend=backend, device=device, verify=verify, effort=effort, planning_seconds=planning_seconds,
+    parsing = ParseOptions(
+        loss, holds_outputs, outputs, parse_graph=parse_graph, profile=profile, opaque_modules=opaque_modules,
+        recompute_opaque=recompute_opaque,
     )  # fmt: skip
+    solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort)
+    if (said := Instructions(keep, recompute, once)) and solver != "optimal":
+        raise InputError(f"solver={solver!r} cannot be told {said}; only 'optimal' can")
+    if said:
+        check_model(model, may_lack_content=True)
+        parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
+    options = PlanOptions(parsing, solving, store, planning_seconds)
+    planning = Planning(options, chunks, Given(saved), backend, device, verify)
     return planning.result(model, sample_input, plain)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from .checking.check import check_two_steps
 from .errors import InputError, ParseError, PlanError, SolveError, optional
 from .graph import Graph
 from .in_parts import (
-    Options,
     check_goal_of_units,
     frugal_plan,
     heavy_opaque,
@@ -24,21 +22,19 @@ from .in_parts import (
     optimize_units,
     with_calls_beside,
 )
-from .parser import NamesAndTypes, hooked_modules, parse
+from .parser import hooked_modules
 from .parser.arguments import call_arguments, check_model, check_tensors, sample_of
 from .parser.custom import parse_graph_of
 from .parser.forward.flat import saved_bytes
-from .parser.parse import check_options
-from .plan.plan import Plan
-from .plan.saving import PARTS, SavedPlan, structure_of
-from .planning import NOWHERE, Replanner, Store, agreed_plan, key_of, meets, taken_up
-from .process import within_seconds
+from .plan import Fingerprint, Plan, SavedPlan, plan_on
+from .plan.saving import PARTS, structure_of
+from .planning import Given, GraphAndPlan, OfGraph, PlanOptions, Replanner, look_for, meets, tell_broken, tolerant
 from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
 from .runtime.module import MADE_AGAIN, OWN_PLAN
 from .runtime.when_called import made_again, planned_when_called
-from .solver import Budget, Goal, solve, solver_of
+from .solver import LEAST, Budget
 from .torch_state.no_trace import remembering
 from .torch_state.ranks import has_inner_units, has_units
 
@@ -58,10 +54,11 @@ class OnDevice:
         """The model by a plan within what the device has left for activations."""
         sizing = optional("sizing.needs")
         needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp, gradients=self.gradients)
+        parsing = replace(planning.options.parsing, gradients=needs.when)
 
         def optimized(budget: Budget) -> torch.nn.Module:
-            goal, parsing = Goal(budget, planning.goal.max_overhead), {**planning.parsing, "gradients": needs.when}
-            return replace(planning, goal=goal, parsing=parsing, verify=False).optimized(model, sample_input)
+            options = replace(planning.options.within(budget), parsing=parsing)
+            return replace(planning, options=options, verify=False).optimized(model, sample_input)
 
         found: torch.nn.Module = sizing.within_device(
             needs, self.memory, optimized, lambda made: getattr(type(made), OWN_PLAN)
@@ -70,34 +67,71 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
-class Planning:
-    """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse.
+class Whole(OfGraph):
+    """The plan of a model, or of a submodule, for one call; the graph that it runs on may have regions in chunks."""
 
-    The first plan is ``saved``, if that keeps the goal; where it need not fit, another model is planned anew.
-    """
-
-    parsing: dict[str, Any]
-    profile: str
-    opaque_modules: NamesAndTypes
-    goal: Goal
-    solver: str
+    model: torch.nn.Module
+    sample_input: Any
     chunks: int
-    store: Store = NOWHERE
-    saved: SavedPlan | None = None
-    must_fit: bool = True
+    is_one_of_many: bool
+
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        return "plan", structure_of(self.graph), self.chunks, self.is_one_of_many
+
+    def taken_up(self, saved: SavedPlan) -> GraphAndPlan | None:
+        graph, goal = self.graph, self.options.goal
+        if saved.kind == PARTS:
+            raise PlanError("the plan is for a model in parts, but this one is planned as a whole")
+        if saved.unchunked is not None:
+            if difference := saved.unchunked.difference(Fingerprint.of(graph)):
+                raise PlanError(f"the plan does not fit the graph, which has {difference}")
+            if saved.chunks != self.chunks:
+                raise PlanError(f"the plan runs regions in {saved.chunks} chunks of the batch; give chunks= so many")
+            parsing, chunked_along = self.options.parsing, optional("rewrites.chunking").chunked_along
+            graph = chunked_along(saved.regions, self.model, self.sample_input, graph, self.chunks, parsing)
+        plan = plan_on(graph, saved)
+        plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
+        keeps = meets(tolerant(goal, graph))
+        if keeps is None or keeps(graph, plan):
+            return graph, plan
+        tell_broken(goal, plan.peak_bytes, plan.overhead)
+        return None
+
+    def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
+        return self.taken_up(saved) if self.chunks > 1 else super().of_rank(saved)
+
+    def searched(self) -> GraphAndPlan:
+        parsing, solving = self.options.parsing, self.options.solving
+        if self.chunks > 1:
+            chunked_plan = optional("rewrites.chunking").chunked_plan
+            found: GraphAndPlan = chunked_plan(self.model, self.sample_input, self.graph, self.chunks, parsing, solving)
+            return found
+        is_frugal = self.is_one_of_many and solving.solver == "optimal"
+        return self.graph, frugal_plan(solving, self.graph) if is_frugal else solving.plan(self.graph)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What :func:`optimize` was asked for; :mod:`ogc.planning` has the order in which plans are looked for."""
+
+    options: PlanOptions
+    chunks: int
+    given: Given
     backend: str | None = None
     device: OnDevice | None = None
     verify: bool = False
     submodule: str = ""
     is_one_of_many: bool = False
-    effort: int = 0
-    planning_seconds: float | None = None
 
     def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:
         """What :func:`optimize` returns for a model, which may have a loss behind the ``plain`` one."""
-        is_late = sample_input is None or has_units(model)
-        result = self.when_called(model) if is_late else self.optimized(model, sample_input)
-        return with_calls_beside(result, plain, self.of_submodule)
+        if sample_input is None or has_units(model):
+            self.check(model)
+            made = planned_when_called(model, self)
+        else:
+            made = self.optimized(model, sample_input)
+        return with_calls_beside(made, plain, self.of_submodule)
 
     def again(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same of a model that was unpickled."""
@@ -105,20 +139,8 @@ class Planning:
 
     def of_submodule(self, name: str, module: torch.nn.Module, is_one_of_many: bool) -> Planning:
         """What plans calls of a submodule by themselves: a budget holds for each."""
-        opaque_modules, parsing = self.options.of_submodule(name, module)
-        return replace(
-            self, parsing=parsing, opaque_modules=opaque_modules, saved=None, device=None, verify=False,
-            submodule=name, is_one_of_many=is_one_of_many,
-        )  # fmt: skip
-
-    def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, to be planned at its first call in training.
-
-        Raises:
-            InputError: an argument is of the wrong kind.
-        """
-        self.check(model)
-        return planned_when_called(model, self)
+        options = self.options.of_submodule(name, module)
+        return Planning(options, self.chunks, Given(), self.backend, submodule=name, is_one_of_many=is_one_of_many)
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""
@@ -132,12 +154,11 @@ class Planning:
             check_goal_of_units(self.options, self.chunks)
         if self.device is not None:
             optional("sizing.needs").device_bytes(self.device.memory)
-        check_options(model, self.profile, self.opaque_modules, **self.parsing)
-        solver_of(self.solver, self.goal)
+        self.options.parsing.check(model)
 
     def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:
         """What a step with this call takes at least. OgcError: nothing could be planned for it."""
-        if has_units(model) and has_inner_units(model):
+        if has_inner_units(model):
             return 0  # each unit is planned by itself, when it is called
         check_model(model)
         sample = sample_of(model, call, None)
@@ -149,154 +170,95 @@ class Planning:
         if self.device is not None:
             result = self.device.within(replace(self, device=None), model, sample_input)
         else:
-            with within_seconds(self.planning_seconds), self.store.times(), remembering():
+            with self.options.while_planning(), remembering():
                 result = self.now(model, sample_input)
             plan = getattr(type(result), OWN_PLAN)
             is_known = self.backend is None and not isinstance(plan, property)  # of units none is; code is not saved
-            found = plan.as_saved() if is_known else None
-            again = replace(self, saved=found, must_fit=False, verify=False)
-            setattr(type(result), MADE_AGAIN, (made_again, again))
+            found = Given(plan.as_saved() if is_known else None, must_fit=False)
+            setattr(type(result), MADE_AGAIN, (made_again, replace(self, given=found, verify=False)))
         if self.verify:
             check_two_steps(model, result, call_arguments(sample_input)).raise_if_different()
         return result
 
-    @property
-    def options(self) -> Options:
-        """Those of parts."""
-        own_graph, opaque = self.parsing["parse_graph"], self.parsing["recompute_opaque"]
-        own = own_graph is None
-        return Options(self.goal, self.solver, self.profile, self.opaque_modules, opaque, own, self.store)
-
     def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model planned as it stands, without what unpickles it."""
-        own_graph, options = self.parsing["parse_graph"], self.options
+        options = self.options
         if has_units(model) and has_inner_units(model):
             return optimize_units(model, options)
-        in_one_plan = self.chunks > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
+        is_by_hand = parse_graph_of(model, options.parsing.parse_graph) is not None
+        in_one_plan = self.chunks > 1 or self.backend is not None or is_by_hand
         try:
-            graph = self.graph_of(model, sample_input)
+            graph = options.parse(model, sample_input)
         except ParseError as problem:
             if in_one_plan:
                 raise
-            return self._in_parts(model, sample_input, problem)
+            return in_parts_instead(model, sample_input, options, problem, partial(look_for, given=self.given))
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_opaque(model, graph, options)
-        budget = self.goal.memory_budget
-        hooked = hooked_modules(dict(model.named_modules()))
-        units = partial(optimize_units, options=options)
-        anew = replace(self, saved=None, verify=False).now
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units, anew)
-
-        def take_up(saved: SavedPlan) -> torch.nn.Module | None:
-            if saved.kind == PARTS and heavy:
-                return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
-            found = self._taken_up(model, sample_input, graph, self.goal, saved)
-            return found and _as_a_whole(model, found, planner, self.submodule)
-
-        if (started := self._started(take_up)) is not None:
-            return started
-        found: tuple[Graph, Plan] | SolveError
+        wanted = self.wanted(options, model, sample_input, graph)
+        if heavy and self.given.saved is not None and self.given.saved.kind == PARTS:
+            if (started := optimize_in_parts(model, sample_input, options, heavy, self.given)) is not None:
+                return started
+        elif (given := self.given(wanted)) is not None:
+            return self.as_a_whole(model, given)
+        found: GraphAndPlan | SolveError
         try:
-            found = self.plan(model, sample_input, graph, budget)
+            found = self.plan(wanted)
         except SolveError as error:
             found = error
-        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(
-            model, found, planner, self.submodule
-        )
+        if (in_parts := in_parts_if_better(model, sample_input, options, heavy, found)) is not None:
+            return in_parts
+        if isinstance(found, SolveError):
+            raise found
+        return self.as_a_whole(model, found)
 
-    def _in_parts(self, model: torch.nn.Module, sample_input: Any, problem: ParseError) -> torch.nn.Module:
-        # Not where the error was caught: its traceback has that frame, which would hold it, and what is returned.
-        in_parts = partial(in_parts_instead, model, sample_input, self.options, problem)
-        started = self._started(in_parts)
-        return in_parts(None) if started is None else started
+    def wanted(self, options: PlanOptions, model: torch.nn.Module, sample_input: Any, graph: Graph) -> Whole:
+        """The plan that is looked for to run a call."""
+        return Whole(options, graph, model, sample_input, self.chunks, self.is_one_of_many)
 
-    def _started(self, take_up: Callable[[SavedPlan], torch.nn.Module | None]) -> torch.nn.Module | None:
-        """What is made of the saved plan; None without one, or where it does not do and need not."""
-        if self.saved is None:
-            return None
-        try:
-            return take_up(self.saved)
-        except PlanError as error:
-            if self.must_fit:
-                raise
-            log.info("a plan is made anew, as the saved one does not do: %s", error)
-            return None
-
-    def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
-        """The graph of a call."""
-        given = {**self.parsing, **other}
-        return parse(model, sample_input, profile=self.profile, opaque_modules=self.opaque_modules, **given)
-
-    def plan(
-        self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None
-    ) -> tuple[Graph, Plan]:
-        """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
-        goal, overhead = Goal(budget, self.goal.max_overhead), self.goal.max_overhead
-        key = key_of("plan", structure_of(graph), goal, self.solver, self.chunks)
-        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
-
-        def make() -> tuple[Graph, Plan]:
-            found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, goal))
-            if found is not None:
-                return found
-            if self.chunks > 1:
-                chunk_batch = optional("rewrites.chunking").chunk_batch
-                found = chunk_batch(model, sample_input, graph, chunks=self.chunks, **self.parsing, **asked)
-            else:
-                keeps_little = self.is_one_of_many and self.solver == "optimal"
-                plan = frugal_plan(self.options, graph) if keeps_little else self._solved(graph, asked)
-                found = graph, plan
-            self.store.keep(key, found[1].as_saved)
-            return found
-
-        if self.chunks > 1:
-            return make()
-        plan = agreed_plan(graph, (goal, self.solver), lambda: make()[1])
+    def plan(self, wanted: Whole) -> GraphAndPlan:
+        """The plan that is wanted, with its regions compiled if that was asked for."""
+        found = look_for(wanted)
         if self.backend is None:
-            return graph, plan
-        compile_plan = optional("rewrites.compiled").compile_plan
-        compiled: tuple[Graph, Plan] = compile_plan(
-            model, sample_input, graph, plan, self.backend, **self.parsing, **asked
+            return found
+        compiled: GraphAndPlan = optional("rewrites.compiled").compile_plan(
+            wanted.model, wanted.sample_input, *found, self.backend, wanted.options.parsing, wanted.options.solving
         )
         return compiled
 
-    def _solved(self, graph: Graph, asked: dict[str, Any]) -> Plan:
-        return solve(graph, solver=self.solver, effort=self.effort, **asked)
-
-    def _taken_up(
-        self, model: torch.nn.Module, sample_input: Any, graph: Graph, goal: Goal, saved: SavedPlan
-    ) -> tuple[Graph, Plan] | None:
-        def chunked(regions: tuple[tuple[str, str], ...]) -> Graph:
-            given = {"chunks": self.chunks, "profile": graph.profile, **self.parsing}
-            found: Graph = optional("rewrites.chunking").chunked_along(regions, model, sample_input, graph, **given)
-            return found
-
-        return taken_up(saved, graph, goal, self.chunks, chunked)
-
-    def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
+    def make(self, model: torch.nn.Module, call: Call) -> GraphAndPlan:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-        with within_seconds(self.planning_seconds), self.store.times():
+        options = self.options
+        with options.while_planning():
             try:
-                graph = self.graph_of(model, sample_input)
+                graph = options.parse(model, call)
             except InputError as error:
-                graph = self.graph_of(model, sample_input, loss="outputs")
+                options = replace(options, parsing=replace(options.parsing, loss="outputs"))
+                graph = options.parse(model, call)
                 log.info("what is planned for ends with the model's outputs: %s", error)
-            return self.plan(model, sample_input, graph, budget)
+            wanted = self.wanted(options, model, call, graph)
+            try:
+                return self.plan(wanted)
+            except SolveError as error:
+                log.warning("taking the least peak instead: %s", error)
+                return self.plan(replace(wanted, options=options.within(LEAST)))
 
+    def as_a_whole(self, model: torch.nn.Module, found: GraphAndPlan) -> torch.nn.Module:
+        """The model with one plan for everything."""
+        graph, plan = found
+        name, is_optimized = self.submodule or "model", self.options.solving.solver != "none"
+        if plan.is_plain and plan.budget_bytes is None and is_optimized:
+            level = logging.INFO if self.submodule else logging.WARNING
+            log.log(level, "no plan needs less memory than the plain %s: %s", name, plan.summary)
+        else:
+            log.info("ogc plans the %s: %s", name, plan.summary)
+        return _apply(model, graph, plan, self.planner(model) if is_optimized else None)
 
-def _as_a_whole(
-    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None, name: str
-) -> torch.nn.Module:
-    """The model, or the submodule with a name, with one plan for everything."""
-    if isinstance(found, SolveError):
-        raise found
-    graph, plan = found
-    if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        level = logging.INFO if name else logging.WARNING
-        log.log(level, "no plan needs less memory than the plain %s: %s", name or "model", plan.summary)
-    else:
-        log.info("ogc plans the %s: %s", name or "model", plan.summary)
-    return _apply(model, graph, plan, planner)
+    def planner(self, model: torch.nn.Module) -> Replanner:
+        """What plans for calls unlike the first."""
+        goal, hooked = self.options.goal, hooked_modules(dict(model.named_modules()))
+        anew = replace(self, given=Given(), verify=False).now
+        return Replanner(self.make, goal.memory_budget, hooked, meets(goal), anew)
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

@@ -1,43 +1,54 @@
-"""Where plans come from beside the search: calls of other shapes, plans that were saved, equal plans on all ranks."""
+"""How models are planned, and where plans come from. For a call, these are tried in turn:
+
+1. :class:`Given`, the plan of ``plan=``, or that of a model before it was pickled: for the first call alone;
+2. :meth:`Replanner.reuse`, the plan of another size, with which the runtime begins for all further calls;
+3. :func:`of_another_rank`, of the rank that was the first to look for an equal one;
+4. :func:`cached`, what ``cache_dir=`` has;
+5. :func:`searched`, by the solver.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from itertools import chain
 from math import prod
 from operator import gt
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import InputError, ParseError, PlanError, SolveError
+from .errors import InputError, ParseError, PlanError
 from .graph import MIB, Graph
-from .parser import Shapes, hooked_modules, reuse, reuse_quickly, shapes_of
+from .parser import ParseOptions, Shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
-from .plan import Fingerprint, Plan, SavedPlan, make_plan, plain_plan, plan_on, simulate
-from .plan.decisions import Decisions
-from .plan.saving import PARTS, VERSION, structure_of
+from .plan import Plan, SavedPlan, plan_on, simulate
+from .plan.saving import VERSION
 from .plan.simulate import plain_peak
+from .process import within_seconds
 from .program.structures import Call, InputSpec
-from .solver import Budget, Goal
-from .solver.goal import LEAST, in_bytes
+from .solver import FAIR, Budget, Goal, SolveOptions
+from .solver.goal import in_bytes
 from .torch_state.forwards import collects_now
-from .torch_state.ranks import first_of_all, has_inner_units
+from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
 
 log = logging.getLogger(__name__)
 
 # -- calls of other shapes -----------------------------------------------------------------------------
 
 
-Make = Callable[[torch.nn.Module, Any, "Budget | None"], "tuple[Graph, Plan]"]
-"""Parses a model with a sample input and plans within a budget."""
+GraphAndPlan = tuple[Graph, Plan]
+"""A plan, and the graph that it runs on."""
+
+Make = Callable[[torch.nn.Module, Call], GraphAndPlan]
+"""Parses a model with a call's arguments, and plans."""
 
 Meets = Callable[[Graph, Plan], bool]
 """Whether a plan keeps the goal where a graph, weighed for that, is computed."""
@@ -94,26 +105,27 @@ class Replanner:
 
     A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
     plan that does not keep them is not reused, as ``keeps`` tells. Where a budget cannot be met, the plan is the
-    one with the least peak; one that misses its share is reused like those without a goal. ``units`` plans a model that
-    was sharded, ``anew`` one with hooks that submodules did not have when it was optimized (``hooked`` had some).
+    one with the least peak; one that misses its share is reused like those without a goal. ``anew`` plans a model that
+    was sharded, or has hooks that submodules did not have when it was optimized (``hooked`` had some).
     """
 
     make: Make | None = None
     budget: Budget | None = None
     hooked: Collection[str] = frozenset()
     keeps: Meets | None = None
-    units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
     anew: Callable[[torch.nn.Module, Call], torch.nn.Module] | None = None
     known: dict[int, _Sizes] = field(default_factory=dict)  # of each graph, by the identity of its program
 
     def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
         """The model planned unit by unit if it was sharded since it was planned, anew if it has got hooks."""
-        if self.units is not None and has_inner_units(model):
+        if self.anew is None:
+            return None
+        if has_inner_units(model):
             log.warning("the model was sharded since it was optimized: its units are planned one by one")
-            return self.units(model)
+            return self.anew(model, call)
         hooked = hooked_modules(dict(model.named_modules(remove_duplicate=False)))
         new = [name for name in hooked if name and name not in self.hooked]
-        return None if self.anew is None or not new or _collecting(model) else self.anew(model, call)
+        return None if not new or _collecting(model) else self.anew(model, call)
 
     def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal.
@@ -169,17 +181,13 @@ class Replanner:
             weakref.finalize(program, self.known.pop, key, None)
         return self.known[key]
 
-    def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
+    def plan(self, model: torch.nn.Module, call: Call) -> GraphAndPlan | None:
         """A graph and a plan for the call, by the goal that the module was optimised for."""
         if self.make is None:
             return None
         if name := _collecting(model):
             raise ParseError(f"module {name} has hooks that collect what it gives for a forward around the model")
-        try:
-            return self.make(model, call, self.budget)
-        except SolveError as error:
-            log.warning("taking the least peak instead: %s", error)
-            return self.make(model, call, LEAST)
+        return self.make(model, call)
 
 
 def _collecting(model: torch.nn.Module) -> str:
@@ -194,9 +202,6 @@ Found = TypeVar("Found")
 
 ROUNDING, NOISE = 1 + 1e-9, 1.05
 """By how much a saved plan may miss the overhead that was asked for: where times are estimated, and measured anew."""
-
-PlanSource = str | os.PathLike[str] | SavedPlan
-"""A file that a plan was saved to, or what is in one; a plan itself will do too."""
 
 
 def saved_plan(source: Any) -> SavedPlan:
@@ -244,13 +249,13 @@ class Store:
             raise InputError(f"cache_dir must be the path of a folder, not {folder!r}")
         return cls(os.path.abspath(folder))
 
-    def found(self, key: str, use: Callable[[SavedPlan], Found | None]) -> Found | None:
-        """What ``use`` makes of the plan that is kept under ``key``; None if there is none that holds."""
+    def found(self, wanted: Wanted[Found]) -> Found | None:
+        """What is kept of plans; None if there are none that hold."""
         if self.folder is None:
             return None
-        path = self._path(key)
+        path = Path(self.folder, f"{wanted.key}.json")
         try:
-            found = use(SavedPlan.from_file(path))
+            found = wanted.taken_up(SavedPlan.from_file(path))
         except FileNotFoundError:
             return None
         except (OSError, PlanError) as error:
@@ -260,13 +265,13 @@ class Store:
             log.info("the plan is that of %s", path)
         return found
 
-    def keep(self, key: str, save: Callable[[], SavedPlan]) -> None:
-        """Keep a plan under ``key``, in the place of what was there."""
+    def keep(self, wanted: Wanted[Found], found: Found) -> None:
+        """Keep plans, in the place of what was there."""
         if self.folder is None:
             return
         try:
             os.makedirs(self.folder, exist_ok=True)
-            save().write(self._path(key))
+            wanted.saved(found).write(Path(self.folder, f"{wanted.key}.json"))
         except OSError as error:
             log.warning("the plan is not kept in cache_dir: %s", error)
 
@@ -274,58 +279,8 @@ class Store:
         """In here, operations that were measured before on such a machine are not measured again."""
         return nullcontext() if self.folder is None else times_kept_in(self.folder)
 
-    def _path(self, key: str) -> Path:
-        assert self.folder is not None
-        return Path(self.folder, f"{key}.json")
-
 
 NOWHERE = Store()
-
-
-def key_of(kind: str, what: object, goal: Goal, solver: str, *more: object) -> str:
-    """The name of what is kept for a goal; ``what`` tells graphs from others, but not what operations take here."""
-    budget = goal.budget_bytes(1) if goal.is_in_bytes else goal.memory_budget
-    asked = kind, VERSION, goal.is_in_bytes, budget, goal.max_overhead, solver, *more
-    return f"{kind}-{sha256(repr((what, *asked)).encode()).hexdigest()[:32]}"
-
-
-def taken_up(
-    saved: SavedPlan,
-    graph: Graph,
-    goal: Goal,
-    chunks: int,
-    chunked_along: Callable[[tuple[tuple[str, str], ...]], Graph],
-) -> tuple[Graph, Plan] | None:
-    """A plan that was saved, for a graph that it was made for, without a search; and the graph that it runs on.
-
-    Args:
-        saved: the plan.
-        graph: without chunks.
-        goal: that it has to keep.
-        chunks: that are allowed.
-        sliced_along: gives the graph with regions in chunks.
-
-    Returns:
-        None, and a warning in the log, if it does not keep the goal here.
-
-    Raises:
-        PlanError: it does not fit the graph, or needs chunks that are not allowed.
-    """
-    if saved.kind == PARTS:
-        raise PlanError("the plan is for a model in parts, but this one is planned as a whole")
-    if saved.unchunked is not None:
-        if difference := saved.unchunked.difference(Fingerprint.of(graph)):
-            raise PlanError(f"the plan does not fit the graph, which has {difference}")
-        if saved.chunks != chunks:
-            raise PlanError(f"the plan runs regions in {saved.chunks} chunks of the batch; give chunks= so many")
-        graph = chunked_along(saved.regions)
-    plan = plan_on(graph, saved)
-    plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
-    keeps = meets(tolerant(goal, graph))
-    if keeps is None or keeps(graph, plan):
-        return graph, plan
-    tell_broken(goal, plan.peak_bytes, plan.overhead)
-    return None
 
 
 def tolerant(goal: Goal, graph: Graph) -> Goal:
@@ -343,40 +298,158 @@ def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
     )
 
 
-# -- equal plans on all ranks --------------------------------------------------------------------------
+# -- where a plan is looked for ------------------------------------------------------------------------
 
 
-def agreed_plan(graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
-    """The plan of the rank that was the first to plan an equal graph by the same goal.
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a model and its parts are parsed and planned, where that is kept, and how many seconds each plan may take."""
 
-    Args:
-        graph: weighed on this rank; times do not count.
-        asked: the goal; its text counts.
-        make: plans; called where no rank has a plan yet.
-    """
-    made: list[Plan] = []
+    parsing: ParseOptions
+    solving: SolveOptions
+    store: Store = NOWHERE
+    seconds: float | None = None
 
-    def own() -> Plan:
-        made.append(make())
-        return made[0]
+    @property
+    def goal(self) -> Goal:
+        """That of the plans."""
+        return self.solving.goal
 
-    def answer() -> tuple[Decisions, str, int | None]:
-        plan = own()
-        return plan.decisions, plan.solver, plan.budget_bytes
+    def parse(self, model: torch.nn.Module, sample_input: Any) -> Graph:
+        """The graph of a call, as :func:`ogc.parse` makes it."""
+        return parsed(model, sample_input, self.parsing)
 
-    decisions, solver, budget = first_of_all(question(asked, [graph]), answer)
-    if made and decisions == made[0].decisions:
-        return made[0]
+    def of_submodule(self, name: str, module: torch.nn.Module) -> PlanOptions:
+        """The same for calls of a submodule."""
+        return replace(self, parsing=self.parsing.of_submodule(name, module))
+
+    def within(self, budget: Budget | None) -> PlanOptions:
+        """The same with another budget."""
+        return replace(self, solving=replace(self.solving, goal=replace(self.goal, memory_budget=budget)))
+
+    @contextmanager
+    def while_planning(self) -> Iterator[None]:
+        """In here one plan is made: until its seconds are over, and with the times that were measured before."""
+        with within_seconds(self.seconds), self.store.times():
+            yield
+
+
+class Wanted(Protocol[Found]):
+    """What is looked for: the plan of a model, or those of its parts."""
+
+    options: PlanOptions
+
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        """A word for what it is the plan of, and all that it depends on beside the options, but for seconds."""
+
+    @cached_property
+    def key(self) -> str:
+        """Its name in the store and among ranks, where that of equal programs and goals is equal."""
+        goal, others = self.options.goal, replace(self.options.solving, goal=FAIR)
+        budget = goal.budget_bytes(1) if goal.is_in_bytes else goal.memory_budget
+        text = repr((self.asked, VERSION, budget, goal.max_overhead, others))
+        return f"{self.asked[0]}-{sha256(text.encode()).hexdigest()[:32]}"
+
+    @cached_property
+    def known(self) -> SavedPlan | None:
+        """What another rank had when this one began to look for it."""
+        found: SavedPlan | None = answer_of_ranks(self.key) if are_several() else None
+        return found
+
+    def taken_up(self, saved: SavedPlan) -> Found | None:
+        """It as it was saved; None, which is told, if it misses the goal here. PlanError: it does not fit."""
+
+    def of_rank(self, saved: SavedPlan) -> Found | None:
+        """It as another rank has it."""
+        return self.taken_up(saved)
+
+    def searched(self) -> Found:
+        """It by a search."""
+
+    def saved(self, found: Found) -> SavedPlan:
+        """What is saved of it."""
+
+
+Source = Callable[[Wanted[Found]], "Found | None"]
+"""Looks for plans in one place; None if there are none that hold."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A plan to begin with, if there is one; where it need not fit, others are looked for in its place."""
+
+    saved: SavedPlan | None = None
+    must_fit: bool = True
+
+    def __call__(self, wanted: Wanted[Found]) -> Found | None:
+        """It as it holds here. PlanError: it does not fit, and must."""
+        try:
+            return None if self.saved is None else wanted.taken_up(self.saved)
+        except PlanError as error:
+            if self.must_fit:
+                raise
+            log.info("a plan is made anew, as the saved one does not do: %s", error)
+            return None
+
+
+NOTHING = Given()
+
+
+def of_another_rank(wanted: Wanted[Found]) -> Found | None:
+    """That of the rank that was the first to look for an equal one."""
+    return None if wanted.known is None else _of_rank(wanted, wanted.known)
+
+
+def cached(wanted: Wanted[Found]) -> Found | None:
+    """That which was kept in the store."""
+    found = wanted.options.store.found(wanted)
+    return None if found is None else _agreed(wanted, found)
+
+
+def searched(wanted: Wanted[Found]) -> Found:
+    """A new one, which is kept."""
+    found = wanted.searched()
+    wanted.options.store.keep(wanted, found)
+    return _agreed(wanted, found)
+
+
+def _agreed(wanted: Wanted[Found], found: Found) -> Found:
+    """What this rank has found, for others to take; or theirs, if one was quicker and it does here."""
+    if not are_several():
+        return found
+    mine = wanted.saved(found)
+    first = first_answer(wanted.key, mine)
+    theirs = None if first in (mine, wanted.known) else _of_rank(wanted, first)
+    return found if theirs is None else theirs
+
+
+def _of_rank(wanted: Wanted[Found], saved: SavedPlan) -> Found | None:
     try:
-        plan = plain_plan(graph) if decisions.is_plain else make_plan(graph, decisions, solver)
-        if budget is not None and plan.peak_bytes > budget:  # sizes were measured, and are others there
-            raise PlanError(f"it takes {plan.peak_bytes} bytes on this rank, more than {budget}")
+        return wanted.of_rank(saved)
     except PlanError as error:
         log.info("the plan of another rank does not fit: %s", error)
-        return made[0] if made else own()
-    return replace(plan, solver=solver, budget_bytes=budget)
+        return None
 
 
-def question(asked: object, graphs: Iterable[Graph]) -> str:
-    """What has the same answer on all ranks that compute the same."""
-    return repr((asked, list(map(structure_of, graphs))))
+def look_for(wanted: Wanted[Found], given: Source[Any] = NOTHING) -> Found:
+    """What is wanted, from the first source that has it."""
+    sources: tuple[Source[Found], ...] = given, of_another_rank, cached, searched
+    return next(found for source in sources if (found := source(wanted)) is not None)
+
+
+@dataclass(frozen=True)
+class OfGraph(Wanted[GraphAndPlan]):
+    """The plan of a graph, and the graph that it runs on."""
+
+    options: PlanOptions
+    graph: Graph
+
+    def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
+        plan = plan_on(self.graph, saved)
+        if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:  # sizes were measured
+            raise PlanError(f"it takes {plan.peak_bytes} bytes on this rank, more than {plan.budget_bytes}")
+        return self.graph, plan
+
+    def saved(self, found: GraphAndPlan) -> SavedPlan:
+        return found[1].as_saved()

@@ -8,9 +8,9 @@ solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody p
 from .beside import with_calls_beside
 from .late import check_goal_of_units, frugal_plan, optimize_units
 from .make import heavy_opaque, in_parts_if_better, in_parts_instead, optimize_in_parts
-from .plan import Options, PartPlan, PartsPlan, PlainModule
+from .plan import PartPlan, PartsPlan, PlainModule
 
 __all__ = [
-    "Options", "PartPlan", "PartsPlan", "PlainModule", "check_goal_of_units", "frugal_plan", "heavy_opaque",
+    "PartPlan", "PartsPlan", "PlainModule", "check_goal_of_units", "frugal_plan", "heavy_opaque",
     "in_parts_if_better", "in_parts_instead", "optimize_in_parts", "optimize_units", "with_calls_beside",
 ]  # fmt: skip

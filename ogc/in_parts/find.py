@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,11 +19,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import InputError, OgcError, ParseError
-from ..graph import Graph
+from ..graph import FREE, Graph
 from ..parser import reuse
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
+from ..plan.told import Instructions
+from ..planning import PlanOptions
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
 from ..program.tensors import ByStorage, copies
@@ -41,7 +43,6 @@ from ..torch_state.private import (
 )
 from ..torch_state.ranks import alone
 from ..torch_state.reads.objects import changes, watched_attributes
-from .plan import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +54,7 @@ class Part:
         graph: what these calls compute.
         like: equal for parts with equal operations.
         look: see :func:`look_of`.
+        told: what its plans keep to.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Part:
     graph: Graph
     like: int
     look: Any
+    told: Instructions
 
 
 @dataclass
@@ -83,14 +86,14 @@ class FoundParts:
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
 
 
-def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> FoundParts:
+def find_parts(model: torch.nn.Module, sample_input: Any, options: PlanOptions, plain: Mapping[str, str]) -> FoundParts:
     """The parts of ``model``, which is afterwards as before; ``plain`` has modules that stay plain, by name, and why.
 
     Raises:
         Exception: what the model's own forward raises.
     """
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
-    closed = options.asked_for(model)
+    closed = options.parsing.asked_for(model)
     plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
     graphs = _Graphs(options)
     keeps = False
@@ -118,7 +121,7 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
 class _Graphs:
     """Graphs of calls; equal submodules share what was parsed."""
 
-    options: Options
+    options: PlanOptions
     parts: list[Part] = field(default_factory=list)
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
@@ -127,9 +130,11 @@ class _Graphs:
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
                 return part
-        graph = self._shared(module, call, inputs) or self.options.parse(module, name, call)
+        options = self.options.of_submodule(name, module)
+        shared = self._shared(module, call, inputs)
+        graph = options.parse(module, call) if shared is None else options.parsing.told.on(shared)
         like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
-        self.parts.append(Part(name, module, graph, like, look_of(module)))
+        self.parts.append(Part(name, module, graph, like, look_of(module), options.parsing.told))
         return self.parts[-1]
 
     def _shared(self, module: torch.nn.Module, call: Call, inputs: InputSpec) -> Graph | None:
@@ -138,7 +143,7 @@ class _Graphs:
             is_first = part.like == number and part.module is not module
             if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part, module):
                 with suppress(OgcError):
-                    return reuse(module, part.graph, call)
+                    return replace(reuse(module, part.graph, call), told=FREE)
         return None
 
 

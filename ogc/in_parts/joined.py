@@ -19,12 +19,12 @@ from functools import cached_property, partial
 from itertools import accumulate
 
 from ..errors import SolveError
-from ..graph import Graph, Operation, RuntimeCosts, Value
+from ..graph import Graph, Operation, RuntimeCosts, Told, Value
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
 from ..plan.decisions import Policies, Policy, clipped, shifted
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
-from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, optimal
+from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, SolveOptions
 
 Choice = tuple[Plan, ...]
 """The plan of each part."""
@@ -138,7 +138,22 @@ class Joined:
             saved_tensor=max(cost.saved_tensor for cost in costs),
             overlapped=sum(costs[part].overlapped for part in self.calls),
         )
-        return Graph(tuple(operations), tuple(values), device=first.device, profile=first.profile, runtime=runtime)
+        told = self._told([graph.told for graph in of_parts])
+        return Graph(
+            tuple(operations), tuple(values), device=first.device, profile=first.profile, runtime=runtime, told=told
+        )
+
+    def _told(self, of_parts: Sequence[Told]) -> Told:
+        """What all calls together keep to."""
+        words = dict.fromkeys(told.words for told in of_parts if told)
+        sets: tuple[set[int], ...] = set(), set(), set()
+        for n, part in enumerate(self.calls):
+            told, value, operation = of_parts[part], self.firsts[n] + 1, self.regions[n] + 1
+            sets[0].update(v + value for v in told.saved)
+            sets[1].update(v + value for v in told.recomputed)
+            sets[2].update(t + operation for t in told.in_recomputed)
+        saved, recomputed, in_recomputed = map(frozenset, sets)
+        return Told(saved, recomputed, in_recomputed, " and ".join(words))
 
     def _region(self, n: int, weights: Mapping[Key, int]) -> Operation:
         """A region; as its backward needs a value that it alone makes, a segment that is recomputed never has it."""
@@ -178,6 +193,11 @@ class Joined:
             policies += moved(one.policies)
             variants += [region + 1 + t for t in one.low_memory]
         return Decisions((*segments, saved(self.regions[-1], self.regions[-1] + 1)), tuple(policies), tuple(variants))
+
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether plain parts keep to what is told."""
+        return all(graph.may_be_plain for graph in self.parts)
 
     def plan_of_call(self, n: int, decisions: Decisions, solver: str) -> Plan:
         """A plan of the graph as that of a call."""
@@ -340,10 +360,12 @@ class Chooser:
     Attributes:
         step: with what is outside of the parts.
         known: a choice that saves little; what is outside is as it is beside that.
+        solving: by what plans are found, but for the goal.
     """
 
     step: Joined
     known: Choice
+    solving: SolveOptions
 
     def chosen(self, goal: Goal) -> Choice | None:
         """The best choice found for a goal, the plain one if that is as good; None if nothing fits the budget."""
@@ -363,7 +385,7 @@ class Chooser:
             best = self._best(
                 limit, step.seconds, by_peak, partial(self._within_seconds, limit if share is None else None)
             )
-        return best if (1 + NEGLIGIBLE) * step.peak(best) < step.peak(plain) else plain
+        return best if (1 + NEGLIGIBLE) * step.peak(best) < step.peak(plain) or not step.may_be_plain else plain
 
     def _best(
         self, limit: float, takes: Callable[[Choice], float], cost: Rank, search: Callable[[float, Rank], Choice]
@@ -373,7 +395,7 @@ class Chooser:
         def rank(choice: Choice) -> tuple[float, ...]:
             return max(0, takes(choice) - limit), *cost(choice)
 
-        found, asked = [self.step.plain, self.known], limit
+        found, asked = [*[self.step.plain] * self.step.may_be_plain, self.known], limit
         for _ in range(ATTEMPTS):
             try:
                 found.append(search(asked, rank))
@@ -396,7 +418,7 @@ class Chooser:
         return self._of_goal(goal, rank)
 
     def _of_goal(self, goal: Goal, rank: Rank) -> Choice:
-        return self._of_calls(optimal(self.graph, goal), rank)
+        return self._of_calls(self.solving.plan(self.graph, goal), rank)
 
     @cached_property
     def graph(self) -> Graph:
@@ -422,9 +444,10 @@ class Chooser:
         first = tuple(plans[0] for plans in found)
         doubtful = {part for n, part in enumerate(step.calls) if step.saved_again[n] or len(found[part]) > 1}
         for part in doubtful:
-            for other in (self.known[part], step.plain[part]):
+            for other in (self.known[part], step.plain[part])[: 1 + step.parts[part].may_be_plain]:
                 _add(found[part], other)
-        return min((self._descent(start, found, rank) for start in (first, step.plain)[: 1 + len(doubtful)]), key=rank)
+        starts = (first, step.plain)[: 1 + (bool(doubtful) and step.may_be_plain)]
+        return min((self._descent(start, found, rank) for start in starts), key=rank)
 
     def _descent(self, choice: Choice, plans: Sequence[Sequence[Plan]], rank: Rank) -> Choice:
         """The choice after the best plan is taken for one part after the other."""

@@ -6,7 +6,6 @@ the hooks that gather its parameters for that and let go of them: it needs no ga
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,18 +15,18 @@ import torch
 from ..errors import InputError, OgcError, ParseError, SolveError
 from ..graph import Graph
 from ..parser import hooked_modules, reuse
-from ..plan import Plan, plain_plan, plan_on, simulate
+from ..plan import Plan, SavedPlan, plain_plan, plan_on, simulate
 from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
-from ..planning import Meets, Replanner, agreed_plan, key_of
+from ..planning import GraphAndPlan, Meets, OfGraph, PlanOptions, Replanner, look_for
 from ..program.structures import Call
-from ..solver import Budget, Goal, solve
+from ..solver import Goal, SolveOptions
 from ..torch_state.forwards import is_compiled
 from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
 from .joined import REGION_BACK, Joined, PartCost, usual_events
 from .module import Parts, module_in_parts
-from .plan import Options, PartPlan, PartsPlan, PlainModule
+from .plan import PartPlan, PartsPlan, PlainModule, frugal
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -40,7 +39,7 @@ class Share:
     With a goal in bytes the same bytes hold for calls of any size, else the same share of their plain peak or time.
     """
 
-    options: Options
+    options: PlanOptions
     plan: Plan
     cost: PartCost
 
@@ -61,58 +60,60 @@ class Share:
         share = 1.0 if self.options.goal.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
         return int(SLACK * share * self.cost.saved_bytes), max(1, int(SLACK * share * self.cost.most))
 
-    def agreed_plan(self, graph: Graph) -> Plan:
-        """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
-        return _agreed(self.options, graph, self.plan.decisions, lambda: self._plan(graph))
-
-    def _plan(self, graph: Graph) -> Plan:
-        (kept, most), is_for_time = self._limits(graph), self.options.goal.max_overhead is not None
+    def plan_of(self, graph: Graph) -> Plan:
+        """The fastest plan that keeps to the share; a frugal one if none does."""
+        (kept, most), solving = self._limits(graph), self.options.solving
+        is_for_time = solving.goal.max_overhead is not None
         with suppress(SolveError):
-            plan = _solved(self.options, graph, most - kept, Goal(most))
+            plan = _solved(solving, graph, most - kept, Goal(most))
             if not is_for_time or self._keeps(graph, plan):
                 return plan
         if not is_for_time:
-            return self.options.frugal(graph)
-        return _solved(self.options, graph, most - kept, Goal(max_overhead=SLACK * self.plan.overhead))
+            return frugal(solving, graph)
+        return _solved(solving, graph, most - kept, Goal(max_overhead=SLACK * self.plan.overhead))
 
     def planner(self, name: str, module: torch.nn.Module) -> Replanner | None:
         """What plans a part for calls unlike its sample."""
-        if self.options.solver == "none":
+        if self.options.solving.solver == "none":
             return None
 
-        def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-            graph = self.options.parse(module, name, call)
-            return graph, self.agreed_plan(graph)
+        def make(module: torch.nn.Module, call: Call) -> GraphAndPlan:
+            with self.options.while_planning():
+                graph = self.options.of_submodule(name, module).parse(module, call)
+                return look_for(_LatePlan(self.options, graph, self))
 
         budget = self.cost.most if self.options.goal.is_in_bytes else None
         return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.meets)
 
 
-def _agreed(options: Options, graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
-    """The plan of a part, the same on all ranks: one that was kept, or a new one."""
-    key = key_of("part", (structure_of(graph), asked), options.goal, options.solver)
+@dataclass(frozen=True)
+class _LatePlan(OfGraph):
+    """The plan of a part: one that keeps to a share, or else as little as the goal allows."""
 
-    def found() -> Plan:
-        plan = options.store.found(key, lambda saved: plan_on(graph, saved))
-        if plan is None:
-            plan = make()
-            options.store.keep(key, plan.as_saved)
-        return plan
+    share: Share | None
 
-    return agreed_plan(graph, (options.goal, options.solver, asked), found)
+    @property
+    def asked(self) -> tuple[Any, ...]:
+        return "part", structure_of(self.graph), self.share and self.share.plan.decisions
+
+    def taken_up(self, saved: SavedPlan) -> GraphAndPlan:
+        return self.graph, plan_on(self.graph, saved)
+
+    def searched(self) -> GraphAndPlan:
+        plan = frugal_plan(self.options.solving, self.graph) if self.share is None else self.share.plan_of(self.graph)
+        return self.graph, plan
 
 
-def _solved(options: Options, graph: Graph, beside: int, goal: Goal) -> Plan:
+def _solved(solving: SolveOptions, graph: Graph, beside: int, goal: Goal) -> Plan:
     """The plan of a part for a goal where so many bytes are alive ``beside`` those that it keeps for its backward.
 
     Raises:
         SolveError: nothing fits the budget.
     """
-    if options.solver != "optimal":
-        return solve(graph, solver=options.solver)
+    if solving.solver != "optimal":
+        return solving.plan(graph)
     step = Joined((graph,))
-    weighed = step.graph({(REGION_BACK, 1): beside})
-    found = solve(weighed, memory_budget=goal.memory_budget, max_overhead=goal.max_overhead)
+    found = solving.plan(step.graph({(REGION_BACK, 1): beside}), goal)
     return step.plan_of_call(0, found.decisions, found.solver)
 
 
@@ -125,7 +126,7 @@ class LatePlanner:
         examples: parts, and what modules that are like one of these may take.
     """
 
-    options: Options
+    options: PlanOptions
     examples: list[tuple[Part, Share]]
 
     def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
@@ -136,34 +137,36 @@ class LatePlanner:
         Raises:
             OgcError: the call cannot be parsed or planned.
         """
-        alike = [(part, share) for part, share in self.examples if is_alike(part, module)]
+        told = self.options.of_submodule(name, module).parsing.told
+        alike = [(part, share) for part, share in self.examples if is_alike(part, module) and part.told == told]
         for part, share in alike:
             with suppress(OgcError):
                 graph, plan = reuse(module, part.graph, call, weighed=share.meets is not None), share.plan
                 if share.meets is None or share.meets(graph, plan):
                     return graph, plan, share.planner(name, module)
-        graph = self.options.parse(module, name, call)
-        if alike:
-            share = alike[0][1]
-            return graph, share.agreed_plan(graph), share.planner(name, module)
-        plan = _agreed(self.options, graph, "of its own", lambda: frugal_plan(self.options, graph))
+        with self.options.while_planning():
+            graph = self.options.of_submodule(name, module).parse(module, call)
+            known = alike[0][1] if alike else None
+            _, plan = look_for(_LatePlan(self.options, graph, known))
+        if known is not None:
+            return graph, plan, known.planner(name, module)
         share = Share(self.options, plan, PartCost.of(graph, plan))
-        self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
+        self.examples.append((Part(name, module, graph, 0, look_of(module), told), share))
         return graph, plan, share.planner(name, module)
 
 
-def frugal_plan(options: Options, graph: Graph) -> Plan:
+def frugal_plan(solving: SolveOptions, graph: Graph) -> Plan:
     """The plan that keeps least for a goal that is a share, of bytes or of time, as it holds for this part alone."""
-    share, plain = options.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
+    share, plain = solving.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
     with suppress(SolveError):
         if isinstance(share, float):
-            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.saved_bytes)))
+            return _solved(solving, graph, plain.most, Goal(int(plain.most + share * plain.saved_bytes)))
         if not share:
-            return _solved(options, graph, plain.most, options.goal)
-    return options.frugal(graph)
+            return _solved(solving, graph, plain.most, solving.goal)
+    return frugal(solving, graph)
 
 
-def check_goal_of_units(options: Options, chunks: int) -> None:
+def check_goal_of_units(options: PlanOptions, chunks: int) -> None:
     """Raise InputError if the goal can only be met for the model as a whole."""
     if options.goal.is_in_bytes:
         raise InputError(
@@ -174,7 +177,7 @@ def check_goal_of_units(options: Options, chunks: int) -> None:
         raise InputError("the model is sharded, and its units are planned one by one: chunks does not go with it")
 
 
-def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
+def optimize_units(model: torch.nn.Module, options: PlanOptions) -> torch.nn.Module:
     """The model with its units, and what is around them, planned with their first calls.
 
     Args:
@@ -184,7 +187,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     Raises:
         ParseError: there is nothing to plan.
     """
-    closed = options.asked_for(model)
+    closed = options.parsing.asked_for(model)
     late = {
         name: module
         for name, module in planned_apart(model)
@@ -196,7 +199,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     return module_in_parts(model, parts, {"plan": property(lambda self: _plan_so_far(parts, names, options))})
 
 
-def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> PartsPlan:
+def _plan_so_far(parts: Parts, names: dict[int, str], options: PlanOptions) -> PartsPlan:
     """The plans of the units that were called, as if each was called once in a step."""
     planned = [(names[key], member.runner.sample) for key, member in parts.members.items()]
     found = [(name, one.graph, replace(one.plan, graph=one.graph)) for name, one in planned if one.graph and one.plan]
@@ -217,5 +220,5 @@ def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> Parts
         part_seconds=step.part_seconds,
         recomputed_seconds=step.seconds(choice),
         is_measured=False,
-        solver=options.solver,
+        solver=options.solving.solver,
     )

@@ -17,22 +17,22 @@ import torch
 from ..errors import ParseError, PlanError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
-from ..plan.saving import PARTS, saved_decisions
+from ..plan.saving import PARTS, saved_decisions, structure_of
 from ..plan.simulate import plain_peak
-from ..planning import key_of, question, tell_broken, tolerant
+from ..planning import PlanOptions, Source, Wanted, look_for, tell_broken, tolerant
 from ..program.opaque import OpaqueCall
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
-from ..solver import LEAST_PEAK, Goal, solver_of
+from ..solver import LEAST_PEAK, Goal
 from ..torch_state.allocator import can_measure
 from ..torch_state.forwards import only_holds
-from ..torch_state.ranks import first_of_all
+from ..torch_state.ranks import first_answer
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
 from .measure import Outside, measure, outside_of_step
 from .module import Parts, PlannedPart, module_in_parts, planned_part_of
-from .plan import Options, PartPlan, PartsPlan, PlainModule
+from .plan import PartPlan, PartsPlan, PlainModule, frugal
 
 log = logging.getLogger(__name__)
 
@@ -49,53 +49,52 @@ EXCESS = 1.01
 def optimize_in_parts(
     model: torch.nn.Module,
     sample_input: Any,
-    options: Options,
+    options: PlanOptions,
     plain: Mapping[str, str],
+    source: Source[Any] = look_for,
     is_wanted: Callable[[PartsPlan], bool] = lambda plan: True,
-    saved: SavedPlan | None = None,
 ) -> torch.nn.Module | None:
     """The same model with its parts planned, where the whole cannot be.
 
     Args:
         model, sample_input, options: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
+        source: where plans are looked for.
         is_wanted: whether a plan is good enough.
-        saved: a plan to take up without a search.
 
     Returns:
-        None if it is not, or if the saved plan misses the goal, or else a module whose ``plan`` is a
+        None if it is not, or if the source has none, or else a module whose ``plan`` is a
         :class:`PartsPlan`; ``graph`` and ``code`` are dictionaries by the names of parts; those that run as they are
         have no code.
 
     Raises:
         InputError: the model's forward was replaced on the instance.
         ParseError: nothing in the model can be planned; the message says why for each part.
-        PlanError: the saved plan is for other parts.
+        PlanError: a plan that was given is for other parts.
         SolveError: nothing fits the budget; the message says what would.
     """
     refuse_replaced_forward(model)
-    solver_of(options.solver, options.goal)  # refuses a name that is none
     with _quiet_about_opaque():
         found = find_parts(model, sample_input, options, plain)
         planning = _Planning(model, sample_input, options, found)
-        planned = planning.agreed() if saved is None else planning.taken_up(saved)
-    if planned is None or not first_of_all(planning.question("is wanted"), lambda: is_wanted(planned.plan)):
+        planned = source(planning)
+    if planned is None or not first_answer(f"{planning.key} is wanted", is_wanted(planned.plan)):
         return None
     result = planned.module()
     _tell(planned.plan)
     return result
 
 
-def heavy_opaque(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+def heavy_opaque(model: torch.nn.Module, graph: Graph, options: PlanOptions) -> dict[str, str]:
     """The modules that have to stay Python if opaque ones are to be planned inside, by name, and why.
 
     Nothing unless opaque modules that nobody asked for hold a good part of the plain peak.
     """
-    asked = set(options.asked_for(model))
+    asked = set(options.parsing.asked_for(model))
     nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
     opaque = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, OpaqueCall)]
     held = [(op.internal_bytes, name) for op, name in opaque if name is not None and name not in asked]
-    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+    if options.solving.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
     names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
@@ -103,12 +102,12 @@ def heavy_opaque(model: torch.nn.Module, graph: Graph, options: Options) -> dict
 
 
 def in_parts_instead(
-    model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
+    model: torch.nn.Module, sample_input: Any, options: PlanOptions, problem: ParseError, source: Source[Any]
 ) -> Any:
-    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the goal."""
+    """The model with its parts planned, where the whole cannot be."""
     why = str(problem).partition(" Nothing smaller")[0].rstrip(".")
     try:
-        return optimize_in_parts(model, sample_input, options, {"": why}, saved=saved)
+        return optimize_in_parts(model, sample_input, options, {"": why}, source)
     except ParseError as error:
         raise ParseError(f"{why}. {error}") from problem
 
@@ -116,7 +115,7 @@ def in_parts_instead(
 def in_parts_if_better(
     model: torch.nn.Module,
     sample_input: Any,
-    options: Options,
+    options: PlanOptions,
     heavy: dict[str, str],
     found: tuple[Graph, Plan] | SolveError,
 ) -> torch.nn.Module | None:
@@ -132,69 +131,47 @@ def in_parts_if_better(
     if not heavy:
         return None
     try:
-        return optimize_in_parts(model, sample_input, options, heavy, is_better)
+        return optimize_in_parts(model, sample_input, options, heavy, is_wanted=is_better)
     except (ParseError, SolveError) as error:
         log.info("what is in opaque modules is not planned: %s", error)
         return None
 
 
 @dataclass(frozen=True)
-class _Planning:
+class _Planning(Wanted["_Planned"]):
     """The parts of a model, to be planned; the arguments are those of :func:`optimize_in_parts`."""
 
     model: torch.nn.Module
     sample_input: Any
-    options: Options
+    options: PlanOptions
     found: FoundParts
 
-    def question(self, what: str) -> str:
-        """What all ranks that plan the same parts for the same goal ask."""
+    @property
+    def asked(self) -> tuple[Any, ...]:
         parts = sorted([*self.found.parts, *self.alike.values()], key=lambda part: part.name)
-        asked = what, [part.name for part in parts], self.options.goal, self.options.solver
-        return question(asked, [part.graph for part in parts])
+        return "parts", [(part.name, structure_of(part.graph)) for part in parts]
 
     @cached_property
     def alike(self) -> dict[str, Part]:
         """Submodules that the sample left out, by name, as far as they are like a part."""
         found = {}
         for name, module in self.found.late.items():
-            like = next((part for part in self.found.parts if is_alike(part, module)), None)
+            told = self.options.of_submodule(name, module).parsing.told
+            like = next((part for part in self.found.parts if is_alike(part, module) and part.told == told), None)
             if like is not None:
                 found[name] = replace(like, name=name, module=module)
         return found
 
-    def agreed(self) -> _Planned | None:
-        """The parts as they were planned by another rank, or before; where nobody has, they are planned now."""
-        own = list[_Planned]()
-        key = key_of("parts", self.question(""), self.options.goal, self.options.solver)
-
-        def answer() -> SavedPlan:
-            kept = self.options.store.found(key, self.taken_up)
-            own.append(kept or self.searched())
-            if kept is None:
-                self.options.store.keep(key, own[0].plan.as_saved)
-            return own[0].plan.as_saved()
-
-        saved = first_of_all(self.question("plans"), answer)
-        if own and own[0].plan.as_saved() == saved:
-            return own[0]
-        try:
-            theirs = self.taken_up(saved)
-        except PlanError as error:
-            log.info("the plans of another rank do not fit: %s", error)
-            theirs = None
-        return theirs or (own[0] if own else self.searched())
-
     def searched(self) -> _Planned:
         """The parts with plans that are searched for."""
-        kinds: dict[int, Plan] = {}
+        kinds, solving = dict[int, Plan](), self.options.solving
         for part in self.found.parts:
             if part.like not in kinds:
-                kinds[part.like] = self.options.frugal(part.graph)
+                kinds[part.like] = frugal(solving, part.graph)
         plans = [replace(kinds[part.like], graph=part.graph) for part in self.found.parts]
-        idle = [plan.is_plain and self.options.solver != "none" for plan in plans]
+        idle = [plan.is_plain and solving.solver != "none" for plan in plans]
         planned = _Planned(self, plans, idle, {name: kinds[part.like] for name, part in self.alike.items()})
-        if self.options.solver == "optimal":
+        if solving.solver == "optimal":
             planned.choose()
         return planned
 
@@ -211,6 +188,9 @@ class _Planning:
         idle = [taken.is_idle(part.name, part.graph) for part in self.found.parts]
         planned = _Planned(self, plans, idle, alike, saved.solver)
         return planned if planned.keeps_goal() else None
+
+    def saved(self, found: _Planned) -> SavedPlan:
+        return found.plan.as_saved()
 
 
 class _Planned:
@@ -233,7 +213,7 @@ class _Planned:
         solver: str | None = None,
     ) -> None:
         self.planning, self.options, found = planning, planning.options, planning.found
-        self.solver = solver or self.options.solver
+        self.solver = solver or self.options.solving.solver
         self.members: dict[Any, PlannedPart] = {}
         self.floor: tuple[int, float] | None = None
         self.idle = [part for part, is_idle in zip(found.parts, idle, strict=True) if is_idle]
@@ -299,9 +279,9 @@ class _Planned:
         """
         goal = self.options.goal
         for _ in range(ROUNDS):
-            found = Chooser(self.step, self.choice).chosen(goal)
+            found = self._chooser().chosen(goal)
             if found is None:
-                least = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+                least = self._chooser().chosen(LEAST_PEAK)
                 self._take(self.step.plain if least is None else least)
                 raise SolveError(self._infeasible())
             is_new, budget = self._take(found), self.budget
@@ -312,8 +292,11 @@ class _Planned:
                 goal = Goal(max(1, (goal.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
         if not self.options.goal:
-            floor = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+            floor = self._chooser().chosen(LEAST_PEAK)
             self.floor = None if floor is None else (self.step.peak(floor), self.step.seconds(floor))
+
+    def _chooser(self) -> Chooser:
+        return Chooser(self.step, self.choice, self.options.solving)
 
     def _take(self, choice: Choice) -> bool:
         """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""

@@ -1,4 +1,4 @@
-"""What parts are planned by, and the plan of all of them."""
+"""Plans of parts that keep little, and the plan of all parts."""
 
 from __future__ import annotations
 
@@ -7,90 +7,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os import PathLike
-from typing import Any
-
-import torch
 
 from ..errors import PlanError
 from ..graph import MIB, Graph, price, table
-from ..parser import NamesAndTypes, parse
 from ..plan import Decisions, Plan, SavedPlan, Segment, make_plan, plain_plan, recomputed
 from ..plan.saving import PARTS, SavedDecisions
-from ..planning import NOWHERE, Store
-from ..program.structures import Call
-from ..solver import FAIR, LEAST_PEAK, Goal, solver_of
+from ..solver import LEAST_PEAK, SolveOptions
 from .joined import PartCost
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of :func:`ogc.optimize` that parts are planned by.
-
-    ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
-    """
-
-    goal: Goal = FAIR
-    solver: str = "optimal"
-    profile: str = "auto"
-    opaque_modules: NamesAndTypes = ()
-    recompute_opaque: NamesAndTypes | bool | None = None
-    follows_own_graphs: bool = True
-    store: Store = NOWHERE
-
-    def frugal(self, graph: Graph) -> Plan:
-        """A plan of a part that keeps little until its backward; the plain one if none keeps less or peaks lower."""
-        least, plain = solver_of(self.solver, self.goal)(graph, LEAST_PEAK), plain_plan(graph)
-        if self.solver != "optimal":
-            return least
-        plans = [least]
-        for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
-            with suppress(PlanError):  # an operation would run twice that must not
-                plans.append(make_plan(graph, decisions, "optimal"))
-        costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
-        cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
-        is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
-        return found if is_better else plain
-
-    def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
-        """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
-        opaque_modules, parsing = self.of_submodule(name, module)
-        with self.store.times():
-            return parse(module, call, profile=self.profile, opaque_modules=opaque_modules, **parsing)
-
-    def of_submodule(self, name: str, module: torch.nn.Module) -> tuple[NamesAndTypes, dict[str, Any]]:
-        """The opaque modules in a submodule, and what else it is parsed with."""
-        return _inside(self.opaque_modules, name, module), {
-            "loss": "outputs",  # of a part, not of the model
-            "holds_outputs": True,
-            "outputs": "all",
-            "parse_graph": None if self.follows_own_graphs else False,
-            "recompute_opaque": self._repeatable(name, module),
-        }
-
-    def asked_for(self, model: torch.nn.Module) -> list[str]:
-        """The names of the submodules that are to be called as they are."""
-        names, types = _names_and_types(self.opaque_modules)
-        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
-
-    def _repeatable(self, name: str, module: torch.nn.Module) -> NamesAndTypes | bool | None:
-        wanted = self.recompute_opaque
-        if wanted is None or isinstance(wanted, bool):
-            return wanted
-        names, types = _names_and_types(wanted)
-        is_around = any(f"{name}.".startswith(f"{around}.") for around in names)
-        return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
-
-
-def _names_and_types(wanted: NamesAndTypes) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
-    return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
-
-
-def _inside(wanted: NamesAndTypes, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
-    """Of these names and types, those that mean something within a submodule, with names as seen from there."""
-    names, types = _names_and_types(wanted)
-    children = [child for child in module.modules() if child is not module]
-    inner = [entry.removeprefix(f"{name}.") for entry in names if entry.startswith(f"{name}.")]
-    return [*inner, *(kind for kind in types if any(isinstance(child, kind) for child in children))]
+def frugal(solving: SolveOptions, graph: Graph) -> Plan:
+    """A plan of a part that keeps little until its backward; the plain one if none keeps less or peaks lower."""
+    least, plain = solving.plan(graph, LEAST_PEAK), plain_plan(graph)
+    if solving.solver != "optimal":
+        return least
+    plans = [least]
+    for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
+        with suppress(PlanError):  # an operation would run twice that must not
+            plans.append(make_plan(graph, decisions, "optimal"))
+    costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
+    cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
+    is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
+    return found if is_better or not graph.may_be_plain else plain
 
 
 def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:

@@ -3,16 +3,19 @@
 from ..program.program import Loss
 from .custom import ParseGraph
 from .opaque import NamesAndTypes, hooked_modules
-from .parse import parse
+from .options import ParseOptions
+from .parse import parse, parsed
 from .reuse import Shapes, reuse, reuse_quickly, shapes_of
 
 __all__ = [
     "Loss",
     "NamesAndTypes",
     "ParseGraph",
+    "ParseOptions",
     "Shapes",
     "hooked_modules",
     "parse",
+    "parsed",
     "reuse",
     "reuse_quickly",
     "shapes_of",

@@ -15,9 +15,10 @@ from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
+from ..plan.told import kind_of
 from ..process import collecting_new_only, shown
 from ..program.opaque import OpaqueCall
-from ..program.program import OUTSIDE, AfterForward, Gradients, Loss, device_of_model
+from ..program.program import OUTSIDE, Gradients, Loss
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
@@ -29,8 +30,9 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .loss import check_after_forward, modules_of, with_step_end
-from .opaque import NamesAndTypes, OpaqueModules, names_in, refuse_chance, why_not_repeatable
+from .loss import modules_of, with_step_end
+from .opaque import NamesAndTypes, OpaqueModules, refuse_chance, why_not_repeatable
+from .options import ParseOptions, Rewrite
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
@@ -41,14 +43,7 @@ from .weigh.host import choice_seconds
 from .weigh.measure import Measurer, Profiler, weigh
 from .weigh.record import Observation, Record, Visit, observe
 
-Rewrite = Callable[[torch.fx.Graph, torch.device], object]
-"""Changes a program, in place, before it is planned for a device."""
 
-
-@collecting_new_only()
-@shown()
-@plainly()
-@alone()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,
@@ -115,23 +110,36 @@ def parse(
         InputError: an argument is of the wrong kind or on another device than the model.
         ParseError: the forward cannot be represented faithfully, or the graph made by hand is not the model's.
     """
+    options = ParseOptions(
+        loss, holds_outputs, outputs, gradients, parse_graph, profile, device, rewrite, plain_peak_bytes, gpu,
+        opaque_modules, recompute_opaque,
+    )  # fmt: skip
+    return parsed(model, sample_input, options)
+
+
+@collecting_new_only()
+@shown()
+@plainly()
+@alone()
+def parsed(model: torch.nn.Module, sample_input: Any, options: ParseOptions) -> Graph:
+    """What :func:`parse` returns for these options."""
+    device, gpu, rewrite, after_forward = options.device, options.gpu, options.rewrite, options.after_forward
     check_model(model, may_lack_content=device is not None)
     contents = contents_of(model, device)
     sample = sample_of(model, sample_input, contents)
     model = sample.model
     home = check_tensors(sample)
     target = device_of(device) if device is not None else home
-    kind = profile_kind(profile, home, target)
+    kind = profile_kind(options.profile, home, target)
     check_gpu(gpu, target)
-    make = parse_graph_of(model, parse_graph)
-    opaque = OpaqueModules(model, opaque_modules, recompute_opaque)
-    after_forward = AfterForward(loss, holds_outputs, outputs, gradients)
+    make = parse_graph_of(model, options.parse_graph)
+    opaque = OpaqueModules(model, options.opaque_modules, options.recompute_opaque)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), opaque)
     is_elsewhere = contents is not None or home.type != target.type
     with (
         run_in(contents) if contents else nullcontext(),
         _as_on(target, gpu, bool(contents and autocast_state())) if is_elsewhere else nullcontext(),
-        untouched(*modules_of(loss), given=sample.spec.constants),
+        untouched(*modules_of(options.loss), given=sample.spec.constants),
         parameters_apart(model),
     ):
         while True:
@@ -145,34 +153,23 @@ def parse(
                 opaque.cover(problem)
         choice = 0.0 if kind == "estimate" else choice_seconds(model, recorded.reads)
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
-        is_another = outputs == "loss" or rewrite is not None  # the plain model has all outputs, whole
+        plain_peak_bytes = options.plain_peak_bytes
+        is_another = options.outputs == "loss" or rewrite is not None  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
             plain = lower(sample, with_step_end(sample, recorded, replace(after_forward, outputs="all")), target, visit)
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *plain, str(target), kind))
     opaque.report()
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     program = replace(graph.program, parse_graph=make, recorded=bare)
-    return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes)
+    kinds = kinds_of_modules(model)
+    return options.told.on(replace(graph, program=program, plain_peak_bytes=plain_peak_bytes, kinds=kinds))
 
 
-def check_options(
-    model: torch.nn.Module,
-    profile: str,
-    opaque_modules: NamesAndTypes,
-    *,
-    loss: Loss | None,
-    holds_outputs: bool,
-    outputs: str,
-    parse_graph: ParseGraph | bool | None,
-    recompute_opaque: NamesAndTypes | bool | None,
-) -> None:
-    """Raise InputError if an argument of :func:`parse` is of the wrong kind, as far as that is known without a call."""
-    home = device_of_model(model)
-    profile_kind(profile, home, home)
-    check_after_forward(AfterForward(loss, holds_outputs, outputs))
-    parse_graph_of(model, parse_graph)
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    names_in(modules, opaque_modules, recompute_opaque)
+def kinds_of_modules(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """``kinds`` of a graph of a model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {kind: kind_of(kind) for kind in {type(module) for module in modules.values()}}
+    return {name: kinds[type(module)] for name, module in modules.items()}
 
 
 def _as_on(device: torch.device, gpu: str | None, casts: bool) -> AbstractContextManager[None]:

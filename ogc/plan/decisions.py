@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from typing import Protocol
 
 from ..errors import PlanError
-from ..graph import Graph
+from ..graph import Graph, Told
 
 
 class Policy(IntEnum):
@@ -87,6 +87,13 @@ class Decisions:
         """These decisions, but with the values :attr:`Policy.RECOMPUTED`."""
         policies = {**dict(self.policies), **dict.fromkeys(values, Policy.RECOMPUTED)}
         return replace(self, policies=tuple(sorted(policies.items())))
+
+    def as_told(self, told: Told) -> Decisions:
+        """These decisions, with the policies that the user told."""
+        if not told:
+            return self
+        kept, lost = dict.fromkeys(told.saved, Policy.SAVED), dict.fromkeys(told.recomputed, Policy.RECOMPUTED)
+        return replace(self, policies=tuple(sorted({**dict(self.policies), **kept, **lost}.items())))
 
     @property
     def recomputed_values(self) -> tuple[int, ...]:

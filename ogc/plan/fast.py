@@ -86,16 +86,20 @@ class Replay:
         assert library is not None
         if len(self._flat) > MOST_KNOWN:
             self._flat.clear()
-        found = [self._flattened(one) for one in with_saved_end(graph, decisions.segments)]
+        outermost, told = with_saved_end(graph, decisions.segments), graph.told
+        whole = (range(one.start, one.stop) for one in outermost if told.in_recomputed and not one.parts)
+        if not all(map(told.in_recomputed.isdisjoint, whole)):
+            return False
+        found, everywhere = [*map(self._flattened, outermost)], decisions.as_told(told).policies
         segments = b"".join([rows for _, rows, _ in found])
-        policies = _packed(decisions.policies) + b"".join([policies for _, _, policies in found])
+        policies = _packed(everywhere) + b"".join([policies for _, _, policies in found])
         is_low = bytearray(len(graph))
         for t in decisions.low_memory:
             if not 0 <= t < len(graph):
                 return False
             is_low[t] = graph.operations[t].low_memory is not None
         columns = [array("B", column) for column in (segments, policies, is_low)]
-        counts = len(segments) // ROW.size, len(decisions.policies)
+        counts = len(segments) // ROW.size, len(everywhere)
         plan = array("q", (*counts, *(column.buffer_info()[0] for column in columns)))
         return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
 

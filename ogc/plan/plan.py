@@ -37,6 +37,7 @@ class Plan:
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
         floor: bytes and added seconds of the plan with the least peak, where it was looked for.
+        free: the same of the plan for this goal where nothing is told, if something was.
         graph: what the plan was made for; pickled and copied without its program.
     """
 
@@ -53,6 +54,7 @@ class Plan:
     budget_bytes: int | None = None
     max_overhead: float | None = field(default=None, compare=False)
     floor: tuple[int, float] | None = field(default=None, compare=False)
+    free: tuple[int, float] | None = field(default=None, compare=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -101,7 +103,8 @@ class Plan:
     @property
     def summary(self) -> str:
         """Its price in one line: peak and time, and what the least peak would cost if that is known."""
-        return price(self.peak_bytes, self.plain_peak_bytes, self.added_seconds, self.step_seconds, self.floor)
+        seconds = self.added_seconds, self.step_seconds
+        return price(self.peak_bytes, self.plain_peak_bytes, *seconds, self.floor, self.free)
 
     @property
     def flops_overhead(self) -> float:
@@ -195,7 +198,7 @@ class Plan:
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "graph": self.graph and replace(self.graph, program=None)}
+        return {**vars(self), "graph": self.graph and self.graph.without_program()}
 
     def __str__(self) -> str:
         parts = (self.recomputed_seconds, self.runtime_seconds)

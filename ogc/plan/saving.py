@@ -78,8 +78,8 @@ class Fingerprint:
 def structure_of(graph: Graph) -> tuple[Any, ...]:
     """All of a graph that plans depend on but times."""
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
-    where = graph.device.partition(":")[0]
-    return astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes
+    where, told = graph.device.partition(":")[0], (sorted(graph.told.saved), sorted(graph.told.recomputed))
+    return astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes, told
 
 
 def _named(op: Operation) -> str:

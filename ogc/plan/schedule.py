@@ -68,16 +68,22 @@ class Schedule:
         keeps_internals: for each operation, whether the internal tensors of its forward stay for its backward.
 
     Raises:
-        PlanError: the decisions do not fit the graph, or an operation would run twice that must not.
+        PlanError: the decisions do not fit the graph, an operation would run twice that must not, or a value would stay
+            for the backward that the user told not to save.
     """
 
     def __init__(self, graph: Graph, decisions: Decisions) -> None:
         decisions.check(graph)
+        decisions = decisions.as_told(graph.told)
         self.graph = graph = graph.with_variants(decisions.low_memory)
         self.runs: list[Run] = [Run(0, len(graph), policies=dict(decisions.policies))]
         self.keeps_internals = graph.keeps_internals_with(decisions.saved_values)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, with_saved_end(graph, decisions.segments))
+        for start, stop in self.runs[FORWARD].saved if graph.told.in_recomputed else ():
+            if kept := sorted(graph.told.in_recomputed.intersection(range(start, stop))):
+                name, words = graph.operations[kept[0]].name, graph.told.words
+                raise PlanError(f"segment {start}-{stop - 1} saves all of operation {name}, which {words} forbids")
         for run in reversed(self.runs[1:]):
             self._write_program(run)
         forward = self.runs[FORWARD]

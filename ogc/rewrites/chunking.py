@@ -16,10 +16,10 @@ import torch
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..operators.registry import of
-from ..parser import parse
+from ..parser import ParseOptions, parsed
 from ..plan import Plan, simulate
 from ..plan.simulate import plain_peak
-from ..solver import LEAST, Budget, solve
+from ..solver import LEAST, Budget, Goal, SolveOptions, solve
 from ..torch_state.private import schema_of
 from .blocks import Block, Blocks, copied_into, in_parts, place_of, shape_of
 from .chunked import Chunked
@@ -205,15 +205,28 @@ def chunk_batch(
     Raises:
         SolveError: nothing fits the budget, with chunks or without; the message is that of the last try.
     """
+    solving = SolveOptions(Goal(memory_budget, max_overhead))
+    return chunked_plan(model, sample_input, graph, chunks, ParseOptions(**parsing), solving)
+
+
+def chunked_plan(
+    model: torch.nn.Module,
+    sample_input: Any,
+    graph: Graph,
+    chunks: int,
+    parsing: ParseOptions,
+    solving: SolveOptions,
+) -> tuple[Graph, Plan]:
+    """What :func:`chunk_batch` returns for these options."""
     failure: SolveError | None = None
 
     def choose(regions: tuple[RegionEnds, ...], profile: str) -> _Choice:
         nonlocal failure
         chunked = graph
         if regions:
-            chunked = chunked_along(regions, model, sample_input, graph, chunks=chunks, profile=profile, **parsing)
+            chunked = chunked_along(regions, model, sample_input, graph, chunks, parsing, profile)
         try:
-            return _Choice(chunked, regions, solve(chunked, memory_budget=memory_budget, max_overhead=max_overhead))
+            return _Choice(chunked, regions, solving.plan(chunked))
         except SolveError as error:
             failure = error
             return _Choice(chunked, regions, None)
@@ -222,7 +235,7 @@ def chunk_batch(
         if choice.plan is None:
             return True, 0.0, 0.0
         costs = choice.plan.peak_bytes, choice.plan.overhead
-        return False, *(costs if memory_budget in (None, LEAST) else costs[::-1])
+        return False, *(costs if solving.goal.memory_budget in (None, LEAST) else costs[::-1])
 
     choices = [choose((), graph.profile)]
     while hot := _hot_regions(choices[-1]):
@@ -241,16 +254,14 @@ def chunked_along(
     model: torch.nn.Module,
     sample_input: Any,
     graph: Graph,
-    *,
     chunks: int,
-    profile: str,
-    **parsing: Any,
+    parsing: ParseOptions,
+    profile: str | None = None,
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
-    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
-    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": opaque, **parsing}
-    chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
-    return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
+    options = replace(parsing.as_for(graph), rewrite=Chunks(regions, chunks), plain_peak_bytes=plain_peak(graph))
+    chunked = parsed(model, sample_input, replace(options, profile=profile or graph.profile))
+    return replace(chunked, chunks=chunks, chunked=regions, unchunked=graph.without_program())
 
 
 def _hot_regions(choice: _Choice) -> tuple[RegionEnds, ...]:

@@ -13,13 +13,13 @@ import torch
 from ..errors import DependencyError, InputError, ParseError, SolveError
 from ..graph import Graph, Operation
 from ..operators.registry import live_arguments, out_of_place
-from ..parser import parse
+from ..parser import ParseOptions, parsed
 from ..plan import Plan, make_plan
 from ..plan.decisions import Decisions, Segment, saved
 from ..plan.simulate import plain_peak
 from ..program.opaque import Region
 from ..program.program import SHARED, get_attribute
-from ..solver import LEAST, Budget, bytes_of, solve
+from ..solver import SolveOptions
 from ..torch_state.private import OpOverload, schema_of
 from .blocks import place_of
 from .rules import rule_of
@@ -183,10 +183,8 @@ def compile_plan(
     graph: Graph,
     plan: Plan,
     backend: str,
-    *,
-    memory_budget: Budget | None = None,
-    max_overhead: float | None = None,
-    **parsing: Any,
+    parsing: ParseOptions,
+    solving: SolveOptions,
 ) -> tuple[Graph, Plan]:
     """The graph whose operations are compiled regions, as far as these can be, and its plan.
 
@@ -194,24 +192,22 @@ def compile_plan(
     Those that take longer compiled than operator by operator are left as they are, unless the plan is worse for it.
 
     Args:
-        model, sample_input, graph, parsing: what ``graph`` was parsed from, and how; see :func:`ogc.parse`.
-        plan: for ``graph``.
+        model, sample_input, graph, parsing: what ``graph`` was parsed from, and how.
+        plan, solving: for ``graph``, and how it was found.
         backend: of torch.compile.
-        memory_budget, max_overhead: as for :func:`ogc.solve`.
 
     Raises:
         ParseError: a region cannot be compiled.
         SolveError: nothing fits the budget, whatever is compiled.
     """
-    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
-    compiler, most = Compiler(backend), int(GRADIENTS * plan.peak_bytes)
+    compiler, most, goal = Compiler(backend), int(GRADIENTS * plan.peak_bytes), solving.goal
     # The plain plan here is that of the compiled program; a share is one of the model's own peak.
-    budget = memory_budget if memory_budget in (None, LEAST) else bytes_of(memory_budget, plain_peak(graph))
+    goal = replace(goal, memory_budget=goal.budget_bytes(plain_peak(graph))) if goal.is_bounded else goal
 
     def with_these(regions: tuple[RegionEnds, ...]) -> tuple[Graph, Plan]:
-        given = {"rewrite": Compilation(regions, compiler), "opaque_modules": opaque, **parsing}
-        compiled = parse(model, sample_input, profile=graph.profile, **given)
-        found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
+        options = replace(parsing.as_for(graph), rewrite=Compilation(regions, compiler))
+        compiled = parsed(model, sample_input, options)
+        found = solving.plan(replace(compiled, plain_peak_bytes=None), goal)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
         return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
 

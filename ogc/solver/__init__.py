@@ -1,7 +1,7 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
 from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of, is_number
-from .solve import SOLVERS, check_effort, frontier, optimal, solve, solver_of
+from .solve import SOLVERS, SolveOptions, frontier, optimal, solve
 
 __all__ = [
     "FAIR",
@@ -12,12 +12,11 @@ __all__ = [
     "SOLVERS",
     "Budget",
     "Goal",
+    "SolveOptions",
     "Solver",
     "bytes_of",
-    "check_effort",
     "frontier",
     "is_number",
     "optimal",
     "solve",
-    "solver_of",
 ]

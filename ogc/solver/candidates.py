@@ -8,10 +8,11 @@ the search.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise, product, repeat
 from math import inf
 
 import numpy as np
@@ -110,7 +111,8 @@ def finest(costs: Replay, best: Candidate) -> Candidate:
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)
-        found = min(found, weigh(costs, replace(found.decisions, segments=tuple(others))))
+        with suppress(PlanError):  # a value would stay that the user told to recompute
+            found = min(found, weigh(costs, replace(found.decisions, segments=tuple(others))))
     return found
 
 
@@ -145,16 +147,17 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
     worth, whole = _Worth(graph), sum(graph.repeat_seconds)
     unit = whole / max(1, sum(worth.size))
     found = []
-    for share in shares:
+    for share, shared in [*zip(shares, repeat(False)), *zip(shares[1::2], repeat(True))]:
         low, high = 1e-4 * unit, 1e4 * unit
         for _ in range(PRICES):
             price = (low * high) ** 0.5
-            if worth.kept(price)[1] <= share * whole:
+            if worth.kept(price, shared)[1] <= share * whole:
                 low = price
             else:
                 high = price
-        found.append(worth.kept(low)[0])
-    return sorted(filter(None, {*found}), key=lambda kept: (len(kept), sorted(kept)))
+        found.append(worth.kept(low, shared)[0])
+    sets = sorted(filter(None, {*found}), key=lambda kept: (len(kept), sorted(kept)))
+    return [*sets, *but_told(graph)]
 
 
 class _Worth:
@@ -166,20 +169,24 @@ class _Worth:
             again if op.replayable else inf for again, op in zip(graph.repeat_seconds, operations, strict=True)
         ]
         self.size = [0 if value.is_output else value.bytes for value in graph.values]
-        self.with_internals = [*self.size]  # which are kept with the values
+        self.with_internals: list[float] = [*self.size]  # which are kept with the values
         self.asked_for = {v for op in operations for v in op.saves}  # by some backward
         for op, stays in zip(operations, graph.keeps_internals, strict=True):
             if op.internal_bytes and not stays:
                 self.asked_for.update(op.writes)
                 for v in op.writes:
                     self.with_internals[v] += op.internal_bytes
+        for v in graph.told.recomputed:
+            self.with_internals[v] = inf  # so that it is never kept
+        self.readers = Counter(v for op in operations for v in {*op.reads})
         self.in_order = sorted(range(len(self.size)), key=graph.producers.__getitem__)
 
-    def kept(self, price: float) -> tuple[frozenset[int], float]:
+    def kept(self, price: float, shared: bool) -> tuple[frozenset[int], float]:
         """The values that are kept at so many seconds per byte, and the seconds of what is recomputed then.
 
         A value is kept where its bytes cost less than the operation that makes it and what that reads. What some
-        backward asks for is there anyway; anything else is kept for this one or made in its turn.
+        backward asks for is there anyway; anything else is kept or made in its turn, for this one or, where that is
+        ``shared``, for all that read it.
         """
         operations, producers = self.graph.operations, self.graph.producers
         cost = [0.0] * len(self.size)  # of having a value that no backward asks for
@@ -190,7 +197,8 @@ class _Worth:
             bytes_cost = price * self.with_internals[v]
             again = self.seconds[producers[v]] + sum(cost[u] for u in operations[producers[v]].reads if u != v)
             is_kept[v] = bytes_cost <= again
-            cost[v] = 0.0 if v in self.asked_for else min(bytes_cost, again)
+            if v not in self.asked_for:
+                cost[v] = min(bytes_cost, again) / (max(1, self.readers[v]) if shared else 1)
         recomputed_operations: set[int] = set()
         wanted, waiting = {*self.asked_for}, [*self.asked_for]
         while waiting:
@@ -202,6 +210,14 @@ class _Worth:
                 waiting += more
         kept = frozenset(v for v in wanted if is_kept[v] and self.size[v])
         return kept, sum(map(self.seconds.__getitem__, sorted(recomputed_operations)))
+
+
+def but_told(graph: Graph) -> list[frozenset[int]]:
+    """The values that are left to keep where the user told to recompute some; no set where all may be saved."""
+    if not graph.told.in_recomputed:
+        return []
+    others = (v for v, value in enumerate(graph.values) if not value.is_output and graph.producers[v] < graph.end)
+    return [frozenset(others) - graph.told.recomputed]
 
 
 def selective(costs: Replay) -> Iterator[Candidate]:

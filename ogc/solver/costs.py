@@ -88,7 +88,8 @@ class NestedCosts:
         cuts: positions.
         grain: a divisor of all bytes.
         kept: bytes that the region leaves behind.
-        forward: most bytes alive while it runs.
+        first: most bytes alive while it runs in the forward, in mode 1.
+        forward: most bytes alive while it runs again.
         backward: most bytes alive in its backward, given what it saved.
         at_once: most bytes alive while it is recomputed at once and in its backward.
         running: bytes alive besides, while something in it is recomputed: gradients, outputs, values used beyond it.
@@ -100,6 +101,7 @@ class NestedCosts:
     cuts: Ints
     grain: int
     kept: tuple[Ints, Ints]
+    first: Ints
     forward: tuple[Ints, Ints]
     backward: Ints
     at_once: Ints
@@ -163,6 +165,21 @@ class SegmentCosts:
         # [i, j]: of the runtime, where the operations from cut i to j are one run.
         self.run_seconds = graph.runtime.run + graph.runtime.saved_tensor * np.maximum(0, seen[None, :] - seen[:, None])
         self.replayable = np.array([op.replayable for op in ops], bool)
+        self.told = np.zeros(len(self.size), bool)  # values that are never made again, as the user told
+        self.told[list(graph.told.saved)] = True
+        in_recomputed = prefix(np.isin(np.arange(self.n), [*graph.told.in_recomputed]).astype(np.int64))[self.cuts]
+        self.unsaved = in_recomputed[None, :] > in_recomputed[:, None]  # [i, j]: whether (i, j) must not be saved
+
+    @cached_property
+    def needed(self) -> Bools:
+        """The values that stay because the user told it: those that are saved, or that some recomputation reads."""
+        if not self.told.any():
+            return self.told
+        alive = self._alive(np.repeat(~self.told[:, None], len(self.cuts), 1), self.small)[:, -1]
+        read = {v for op, runs in zip(self.graph.operations, alive, strict=True) if runs for v in op.reads}
+        found = self.saved.copy()
+        found[list(read)] = True
+        return found & self.told
 
     def costs(self, *kept_values: Collection[int]) -> Costs:
         """The costs for the outermost level, with a mode for each set of values to keep; each set contains the last."""
@@ -172,29 +189,37 @@ class SegmentCosts:
         # One after the other: each takes memory.
         for n, mode in enumerate(chain((self._whole, self._at_once), map(self._recomputed, kept_values))):
             kept[n], local[n], seconds[n] = mode.kept.T, np.maximum(mode.forward, mode.local).T, mode.seconds.T
+        local[SAVED][self.unsaved.T] = NEVER
         return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *producers))
 
     @cached_property
     def nested(self) -> NestedCosts:
         """The costs for plans that may recompute a region in parts."""
         at_once = self._at_once
-        # Values that cross j and are used before it are still there when (i, j) is recomputed.
+        # Values that cross j and are used before it are still there when (i, j) is recomputed, and all that are told.
+        size, stays = np.where(self.output, 0, self.size), self.needed
         retained = self._sum_ij(
-            (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
+            (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(stays, 0, size)),
+            (0, self.made, self.made, len(self.cuts), np.where(stays, size, 0)),
         )
         retained += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
         once, before = self._asked
         sooner = self._sooner()
-        # A region with an operation that must not run twice takes forever to recompute.
-        per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
+        # A region with an operation that must not run twice takes forever to recompute, unless what it makes stays.
+        again = np.where(self.replayable, self.seconds, np.where(self._only_told, 0.0, np.inf))[:, None]
         saved_seconds, crossing_seconds = (
-            self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
+            self._from_cut(np.where(runs, again, 0.0)) for runs in (self._within(), self._crossing())
         )
+        first = whole, crossing = self._whole.forward, at_once.forward
+        if self.told.any():
+            whole = self._forward(self.saved, self.internal, is_again=True)
+            crossing = self._forward(stays, self.internal * self.small, is_again=True)
         return NestedCosts(
             cuts=self.cuts,
             grain=self.grain,
             kept=(self._whole.kept, at_once.kept),
-            forward=(self._whole.forward, at_once.forward),
+            first=first[1],
+            forward=(whole, crossing),
             backward=self._backward,
             at_once=np.maximum(at_once.local, self._backward) + sooner,
             running=retained + once + sooner,
@@ -226,10 +251,10 @@ class SegmentCosts:
 
     def _recomputed(self, values: Collection[int]) -> _Mode:
         """Costs of segments that are recomputed at once, but for these values, which stay."""
-        stay = np.zeros(len(self.size), bool)
+        stay = self.needed.copy()
         stay[list(values)] = True
         kept = np.array(self.graph.keeps_internals_with(values), bool)
-        unkept = ~stay[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])  # [v, j]: no copy at cut j
+        unkept = ~(stay | self.told)[:, None] & self._gone_at  # [v, j]: no copy at cut j
         alive = self._alive(unkept, kept)
         internal = self.internal * kept
         asking = self._first_asking(unkept, kept) if values else self._first_to_ask
@@ -247,10 +272,14 @@ class SegmentCosts:
         kept = self._sum_ij((0, self.made, self.made, until, self.size)) + self._internals(internal)
         return np.where(self.later, kept, NEVER)
 
-    def _forward(self, stay: Bools, internal: Ints) -> Ints:
-        """Most bytes alive in the first run of a segment, above K(i), if these values and internals outlive it."""
+    def _forward(self, stay: Bools, internal: Ints, is_again: bool = False) -> Ints:
+        """Most bytes alive in a run of a segment, above K(i), if these values and internals outlive it.
+
+        ``is_again``, in one in which nothing is made that the user told to save.
+        """
         until = np.where(stay, self.n, np.minimum(self.last_use + 1 - self.taken_over, self.n))
-        live = self._sum_it((0, self.made, self.producer, until, self.size))
+        size = np.where(self.told & is_again, 0, self.size)
+        live = self._sum_it((0, self.made, self.producer, until, size))
         earlier = prefix(internal)
         live += earlier[:-1] + self.internal + self.scratch
         live -= earlier[self.cuts][:, None]
@@ -292,8 +321,18 @@ class SegmentCosts:
     def _crossing(self) -> Bools:
         """[t, j]: whether operation t is needed to make the values that cross cut j."""
         c = np.arange(len(self.cuts))
-        crosses = (self.made[:, None] <= c) & (c < self.last_used[:, None])
-        return self._needed(crosses, np.ones(crosses.shape, bool), np.zeros(self.n, bool))
+        unkept = np.repeat(~self.told[:, None], len(c), 1)
+        crosses = (self.made[:, None] <= c) & (c < self.last_used[:, None]) & unkept
+        return self._needed(crosses, unkept, np.zeros(self.n, bool))
+
+    @cached_property
+    def _only_told(self) -> Bools:
+        """The operations that only what the user told keeps from running again, and that nothing asks for then."""
+        if not self.told.any():
+            return np.zeros(self.n, bool)
+        alive = self._alive(np.repeat(~self.told[:, None], len(self.cuts), 1), self.small).any(1)
+        told = [bool(op.writes) and self.graph.told.saved.issuperset(op.writes) for op in self.graph.operations]
+        return np.array(told) & ~alive
 
     def _needed(self, wanted: Bools, unkept: Bools, always: Bools) -> Bools:
         """[t, j]: whether operation t, before cut j, runs ``always`` or makes a value that is ``wanted`` [v, j].
@@ -344,9 +383,14 @@ class SegmentCosts:
         return found
 
     @cached_property
+    def _gone_at(self) -> Bools:
+        """[v, j]: whether a value is used before cut j alone."""
+        return np.arange(len(self.cuts)) >= self.last_used[:, None]
+
+    @cached_property
     def _first_to_ask(self) -> Ints:
-        """[i, j]: the result of :meth:`_first_asking` if only values used beyond the end stay."""
-        return self._first_asking(np.arange(len(self.cuts)) >= self.last_used[:, None], self.small)
+        """[i, j]: the result of :meth:`_first_asking` if only values used beyond the end stay, or told to."""
+        return self._first_asking(self._gone_at & ~self.told[:, None], self.small)
 
     @cached_property
     def _asked(self) -> tuple[Ints, Ints]:

@@ -39,13 +39,23 @@ class CutGrid:
     reach: int
 
 
+LONG = 1 / 3
+"""Share of the program over which a value may be used that the user told to recompute, for no cut to fall there."""
+
+
 def distinct(graph: Graph) -> Ints:
-    """The cuts of a graph; of those between which nothing is made or saved, as around a view, the narrowest first."""
+    """The cuts of a graph; of those between which nothing is made or saved, as around a view, the narrowest first.
+
+    A value that the user told to recompute is recomputed once if no cut falls between its production and its last use.
+    """
     cuts = np.array(graph.cuts)
     works = [bool(op.writes or op.saves or op.internal_bytes or op.scratch_bytes) for op in graph.operations]
     idle = np.diff(np.cumsum([0, *works])[cuts]) == 0  # from each cut to the next
     narrower = np.diff(boundary_bytes(graph)[cuts]) < 0
     dropped = np.append(idle & narrower, False) | np.insert(idle & ~narrower, 0, False)
+    for v in graph.told.recomputed:
+        first, last = graph.producers[v], graph.last_uses[v]
+        dropped |= (first < cuts) & (cuts <= last) & (last - first <= LONG * len(graph))
     return np.asarray(cuts[~dropped | np.isin(cuts, (0, graph.end, len(graph)))])
 
 

@@ -254,7 +254,7 @@ class OuterLevel:
         self.kept, self.local, self.seconds = costs.kept, costs.local, costs.seconds
         self.at_once = costs.local[RECOMPUTED]
         if table is not None:
-            nested = np.maximum(table.least_bytes(), table.costs.forward[1])
+            nested = np.maximum(table.least_bytes(), table.costs.first)
             self.local = costs.local.copy()
             np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)
@@ -268,7 +268,9 @@ class OuterLevel:
             near: a guess, from which to go down in small steps at first.
             tolerance: the peak may be larger than the least by this share of it.
         """
-        high = step = int(self.local[SAVED, -1, 0])  # everything saved: always possible
+        high = step = int(self.local[SAVED, -1, 0])  # everything saved: always possible, unless the user told otherwise
+        if high >= NEVER:
+            high = step = int(self.local[:, -1, 0].min())
         low = min(above, high - 1)
         if near is not None:
             high = self._peak_within(near) or high

@@ -72,7 +72,12 @@ class Aim:
 
     def best(self, plans: Iterable[Candidate | None]) -> Candidate | None:
         """The best of those plans that keep the bound."""
-        return min((plan for plan in plans if plan and not self.excess(plan)), key=self.price, default=None)
+
+        def rank(plan: Candidate) -> tuple[float, ...]:
+            both = (plan.peak_bytes, plan.seconds)
+            return both if self.budget is None else both[::-1]
+
+        return min((plan for plan in plans if plan and not self.excess(plan)), key=rank, default=None)
 
 
 Level = tuple[Segment, ...]
@@ -182,7 +187,9 @@ class _Moves:
         if not self.graph.low_memory:
             return None
         chosen = self.random.choice(self.graph.low_memory)
-        others = set(self._some_alike(chosen) if self.random.random() < ALIKE else [chosen]) & set(self.graph.low_memory)
+        others = set(self._some_alike(chosen) if self.random.random() < ALIKE else [chosen]) & set(
+            self.graph.low_memory
+        )
         low = set(decisions.low_memory)
         return replace(decisions, low_memory=tuple(sorted(low - others if chosen in low else low | others)))
 

@@ -10,17 +10,19 @@ operation gets PyTorch's own operator back where that does not raise the peak. T
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from ..errors import PlanError
 from ..graph import MIB, Graph, Operation
-from ..plan.decisions import Decisions, Segment
+from ..plan.decisions import Decisions, Segment, recomputed
 from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
 from ..process import is_late, tell_stage
-from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
+from .candidates import Candidate, but_told, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
 from .levels import NestedTable, OuterLevel
@@ -67,6 +69,10 @@ NEAR_LEAST = 1.1
 PERHAPS_LEAST = 2.0
 """Ratios of a budget, and of a peak found for a time in a long program, to the lower bound, up to which the plan with
 the least peak is looked at too."""
+
+NEARLY_ALL = 0.9
+"""Share of the seconds that are allowed which a plan takes, or else something is in its way: then low-memory variants
+are looked at and, in a long program, the plan with the least peak."""
 
 ROUNDS = 3
 FURTHER = 0.93
@@ -121,19 +127,19 @@ class CutSearch:
         """The positions."""
         return self.weights.cuts
 
-    def least_peak(self, above: int) -> tuple[Segment, ...]:
-        """A plan with the least peak, where none peaks at ``above`` bytes."""
+    def least_peak(self, above: int) -> tuple[Segment, ...] | None:
+        """A plan with the least peak, where none peaks at ``above`` bytes; None if none keeps to what is told."""
         if not self.nested:
             level = OuterLevel(self._costs)
-            return _known(level.fastest(level.least_peak(above=above)))
+            return level.fastest(level.least_peak(above=above))
         self.tables.clear()  # or what was asked before would decide how it is rounded
-        costs = self.weights.costs()
+        costs = self.weights.costs(*but_told(self.graph))
         flat = OuterLevel(costs.between(self.grids[:2][-1].chosen)).least_peak(above=above, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=above, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=above, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        return _known(level.fastest(least, ROUGH_LABELS, SLACK[2:]))
+        return level.fastest(least, ROUGH_LABELS, SLACK[2:])
 
     def fastest(self, peak: int, labels: int) -> tuple[Segment, ...] | None:
         """The fastest plan for ``peak`` bytes, with so many labels in all, or None if nothing fits."""
@@ -170,7 +176,10 @@ class Search:
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
-        best = self._weigh(self._all_cuts.least_peak(lower_bound(self.graph) - 1))
+        segments, best = self._all_cuts.least_peak(lower_bound(self.graph) - 1), self._saved
+        if segments is not None:
+            with suppress(PlanError):  # as in _at
+                best = min(best, self._weigh(segments))
         if not self.nested or is_late():
             return best
         best = finest(self.costs, drop_one_by_one(self.costs, best))
@@ -234,7 +243,8 @@ class Search:
                 break
         found = self._best_within(seconds)
         near = low[1] == np.inf or found.peak_bytes < PERHAPS_LEAST * lower_bound(self.graph)
-        return min(found, self.least_peak) if near and self.least_peak.seconds <= seconds else found
+        perhaps = near or found.seconds < NEARLY_ALL * seconds
+        return min(found, self.least_peak) if perhaps and self.least_peak.seconds <= seconds else found
 
     def _narrow_further(self, low: Known, found: Candidate, seconds: float) -> None:
         """Look at peaks below that of a plan between cuts like those that it uses."""
@@ -294,9 +304,19 @@ class Search:
         found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
 
+    @property
+    def found(self) -> Iterable[Candidate]:
+        """All plans that were weighed."""
+        least = vars(self).get("least_peak")
+        return [*self.seen.values(), *filter(None, [least])]
+
     @cached_property
     def _saved(self) -> Candidate:
-        """The plan that recomputes nothing."""
+        """The plan that recomputes nothing, or what is told alone."""
+        end, others = self.graph.end, but_told(self.graph)
+        if others:
+            outside = (Segment(end, len(self.graph)),) if self.graph.outside else ()
+            return self._weigh((recomputed(0, end, saved_values=others[0]), *outside))
         return self._weigh((Segment(0, len(self.graph)),))
 
     @cached_property
@@ -347,7 +367,10 @@ class Search:
         """The fastest plan for ``peak`` between some cuts, or None if nothing fits."""
         tell_stage(f"search within {peak / MIB:.1f} MiB")
         segments = cuts.fastest(peak, labels)
-        return None if segments is None else self._weigh(segments)
+        try:
+            return None if segments is None else self._weigh(segments)
+        except PlanError:  # what the user told to recompute, from further back than was counted
+            return None
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
@@ -360,6 +383,7 @@ class VariantSearch:
 
     def __init__(self, graph: Graph, nested: bool = True) -> None:
         self.graph, self.nested, self.costs = graph, nested, Replay(graph)
+        self.weighed: list[Candidate] = []
 
     @cached_property
     def economical(self) -> Search:
@@ -392,11 +416,11 @@ class VariantSearch:
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that add at most ``seconds``."""
         own = self.own.within(seconds)
-        if own is not None and (is_late() or not self._variants_lower(own)):
+        if own is not None and (is_late() or not self._variants_may_lower(own, seconds)):
             return own
         found, limit = [*filter(None, [own]), self.least_peak], seconds
         for _ in range(ATTEMPTS):
-            candidate = self.economical.within(limit)
+            candidate = self.economical.within(limit) if self.least_peak.seconds > seconds else None
             if candidate is None:
                 break
             found.append(self._fewest(candidate))
@@ -412,6 +436,18 @@ class VariantSearch:
             found += [self._fewest(c) for c in self.economical.curve(points)]
         return front_of([self.least_peak, *found])
 
+    def _variants_may_lower(self, found: Candidate, seconds: float) -> bool:
+        """Whether variants would lower the peak of a plan, or of another where this one leaves seconds over."""
+        if self._variants_lower(found):
+            return True
+        enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
+        return found.seconds < NEARLY_ALL * seconds and self.least_peak.peak_bytes < enough
+
+    @property
+    def found(self) -> Iterable[Candidate]:
+        """All plans that were weighed, but for those in which each variant costs nothing."""
+        return [*self.own.found, *self.weighed]
+
     def _variants_lower(self, found: Candidate) -> bool:
         """Whether all variants would lower the peak of a plan that has none by enough.
 
@@ -423,7 +459,12 @@ class VariantSearch:
         return weigh(self.costs, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
-        """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at.
+        """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at."""
+        self.weighed.append(self._with_fewest(found, peak))
+        return self.weighed[-1]
+
+    def _with_fewest(self, found: Candidate, peak: int | None) -> Candidate:
+        """What :meth:`_fewest` gives.
 
         A variant that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs:
         those that are needed are read off one timeline. The others are tried one by one.
@@ -461,23 +502,22 @@ def search_of(graph: Graph, nested: bool = True) -> VariantSearch | Search:
     return VariantSearch(graph, nested) if graph.low_memory else Search(graph, nested)
 
 
-def fair(search: VariantSearch | Search, seconds: float) -> Candidate | None:
-    """The least peak that so many ``seconds`` can buy, or a better bargain.
-
-    A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the step than that.
-    """
+def search_fairly(search: VariantSearch | Search, seconds: float) -> None:
+    """Look for the least peak that so many ``seconds`` can buy, and for quicker plans near it."""
     least = search.within(seconds)
-    quicker = None if least is None or is_late() else search.fastest(int(NEAR_KNEE * least.peak_bytes))
-
-    def price(candidate: Candidate) -> float:
-        return candidate.peak_bytes * (search.graph.step_seconds + candidate.seconds)
-
-    return min(filter(None, (least, quicker)), key=price, default=None)
+    if least is not None and not is_late():
+        search.fastest(int(NEAR_KNEE * least.peak_bytes))
 
 
-def _known(segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:
-    assert segments is not None
-    return segments
+def fairest(plans: Iterable[Candidate], step: float, seconds: float) -> Candidate | None:
+    """The least peak of the plans that take so many ``seconds``, or a better bargain.
+
+    A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the ``step`` than that.
+    """
+    within = [plan for plan in plans if plan.seconds <= seconds]
+    most = NEAR_KNEE * min((plan.peak_bytes for plan in within), default=0)
+    near = (plan for plan in within if plan.peak_bytes <= most)
+    return min(near, key=lambda plan: (plan.peak_bytes * (step + plan.seconds), plan), default=None)
 
 
 def _by_time(candidate: Candidate) -> tuple[float, int]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import InputError, SolveError
+from ..errors import InputError, PlanError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from ..plan.fast import library
+from ..plan.fast import Replay, library
+from ..plan.schedule import Schedule
+from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
-from .candidates import Candidate, front_of
-from .goal import FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .candidates import Candidate, front_of, weigh
+from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .polish import Aim, polished
 from .references import REFERENCES
-from .search import fair, search_of
+from .search import Search, VariantSearch, fairest, search_fairly, search_of
 
 
-@collecting_new_only()
-@shown()
 def solve(
     graph: Graph,
     *,
@@ -29,6 +30,9 @@ def solve(
     max_overhead: float | None = None,
     solver: str = "optimal",
     effort: int = 0,
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
 ) -> Plan:
     """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
 
@@ -45,26 +49,85 @@ def solve(
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
         effort: how long a local search improves what the dynamic program finds: 0 not at all, 1 for less time than
             that takes, 2 and 3 for ten and a hundred times as many moves. Without a compiler fewer are made.
+        keep: names, patterns such as ``"layers.*.attn"`` and types of modules whose results are saved and never
+            recomputed, wherever they are needed after the forward. A type needs a graph that :func:`ogc.parse` made.
+        recompute: modules of which nothing stays from the forward to the backward but what one with submodules hands
+            on, what the caller holds, and what cannot be recomputed. Of two entries that contain one another, the inner
+            one holds.
+        once: modules whose operations never run twice; so their results are saved, as with ``keep``.
 
     Returns:
-        The plan. If the plain model meets the goal, or nothing beats it by more than half a percent of its peak, that
-        is it (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
+        The plan; its summary says what ``keep``, ``recompute`` and ``once`` cost against the one without them. If the
+            plain model meets the goal, or nothing beats it by more than half a percent of its peak, that is it
+            (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
         InputError: a goal is of the wrong kind, both are given, the solver is unknown or takes no goal, or this
-            is no graph.
+            is no graph; or a module is named that there is not, or in two ways that contradict.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
-    check_effort(effort)
-    goal = Goal(memory_budget, max_overhead)
-    found = solver_of(solver, goal)
-    return optimal(graph, goal, effort) if found is optimal else found(graph, goal)
+    told = _told(graph, keep, recompute, once)
+    plan = SolveOptions(Goal(memory_budget, max_overhead), solver, effort).plan(told)
+    if told is graph or plan.is_plain:
+        return replace(plan, graph=graph)
+    _check_kept(told, plan)
+    return replace(plan, graph=graph)
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """The arguments of :func:`solve` beside the graph.
+
+    Raises:
+        InputError: the solver is unknown or takes no goal, or the effort is none.
+    """
+
+    goal: Goal = FAIR
+    solver: str = "optimal"
+    effort: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.effort, bool) or self.effort not in EFFORTS:
+            raise InputError(f"effort must be 0, 1, 2 or 3, not {self.effort!r}")
+        if self.solver not in SOLVERS:
+            raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {self.solver!r}")
+        if self.solver != "optimal" and self.goal:
+            raise InputError(
+                f"solver={self.solver!r} takes neither memory_budget nor max_overhead; only 'optimal' does"
+            )
+
+    @collecting_new_only()
+    @shown()
+    def plan(self, graph: Graph, goal: Goal | None = None) -> Plan:
+        """The plan of a graph, for another goal if one is given.
+
+        Raises:
+            InputError: the solver cannot be told what the graph was.
+            SolveError: nothing fits the budget.
+        """
+        wanted = self.goal if goal is None else goal
+        if self.solver == "optimal":
+            return optimal(graph, wanted, self.effort)
+        if graph.told and self.solver != "none":
+            raise InputError(f"solver={self.solver!r} cannot be told {graph.told.words}; only 'optimal' can")
+        plan = SOLVERS[self.solver](graph, wanted)
+        if not plan.is_plain:
+            _known_of(graph).learn([Candidate(plan.peak_bytes, plan.added_seconds, plan.decisions)])
+        return plan
 
 
 @collecting_new_only()
 @shown()
-def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
+def frontier(
+    graph: Graph,
+    *,
+    points: int = 16,
+    budgets: Sequence[Budget] = (),
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
+) -> Frontier:
     """Plans from the least peak to the plain model.
 
     Each peak is looked at once, so a point may recompute a few percent more than what :func:`solve` finds for the same
@@ -75,22 +138,34 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
         points: peaks to look at, evenly spaced on a logarithmic scale; plans that others beat are left out.
         budgets: further peaks to plan for, as :func:`solve` does for a ``memory_budget``; what nothing meets is
             left out.
+        keep, recompute, once: as for :func:`solve`. The plain model is left out where it does not keep to them.
 
     Returns:
         The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
     """
     _check_graph(graph)
-    plain = plain_plan(graph)
+    told, plain = _told(graph, keep, recompute, once), plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    optimal(graph, LEAST_PEAK)
+    optimal(told, LEAST_PEAK)
     for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
         with suppress(SolveError):
-            optimal(graph, Goal(max(1, peak)))
-    curve = front_of([*search_of(graph).curve(points), *_known_of(graph).plans])
-    return Frontier(
-        (*(plain.deciding(c.decisions, "optimal") for c in curve if c.peak_bytes < plain.peak_bytes), plain)
-    )
+            optimal(told, Goal(max(1, peak)))
+    known = _known_of(told)
+    known.learn(search_of(told).curve(points))
+    plans = [
+        plain.deciding(c.decisions.as_told(told.told), "optimal")
+        for c in known.plans
+        if c.peak_bytes < plain.peak_bytes or not told.may_be_plain
+    ]
+    return Frontier((*plans, plain) if told.may_be_plain else tuple(plans))
+
+
+def _told(graph: Graph, keep: Any, recompute: Any, once: Any) -> Graph:
+    """The graph with what is told. InputError: that is of the wrong kind, or of no module, or contradicts itself."""
+    said = Instructions(keep, recompute, once)
+    said.check(graph.kinds or kinds_of(graph.operations))
+    return said.on(graph)
 
 
 def _check_graph(graph: Any) -> None:
@@ -108,51 +183,131 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     Raises:
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
+    if graph.free is None:
+        return _found(graph, goal, effort)
+    free, of_free, known, costs = (
+        _found(graph.free, goal, effort),
+        _known_of(graph.free),
+        _known_of(graph),
+        Replay(graph),
+    )
+    for plan in of_free.plans:
+        with suppress(PlanError):  # it does not keep to what is told
+            known.learn([weigh(costs, plan.decisions)])
+    try:
+        found = _found(graph, goal, effort)
+    except (PlanError, SolveError) as error:
+        least = getattr(error, "least_peak_bytes", None)
+        raise SolveError(f"with {graph.told.words} {error}; without, the plan is: {free.summary}", least) from None
+    if not found.is_plain:
+        found = found.deciding(found.decisions.as_told(graph.told), found.solver)
+        of_free.learn([Candidate(found.peak_bytes, found.added_seconds, found.decisions)])
+    costs_more = found.peak_bytes > free.peak_bytes or found.added_seconds > free.added_seconds
+    best = free if costs_more else found
+    return replace(found, free=(best.peak_bytes, best.added_seconds))
+
+
+def _check_kept(told: Graph, plan: Plan) -> None:
+    """Raise SolveError where a plan repeats what it must not, which its policies alone do not prevent."""
+    assert told.free is not None
+    again = {t for run in Schedule(told.free, plan.decisions).runs[1:] for t in run.program}
+    for op, own in ((told.operations[t], told.free.operations[t]) for t in sorted(again)):
+        if own.replayable and not op.replayable:
+            raise SolveError(f"with {told.told.words} operation {op.name} would still run twice; leave its module out")
+
+
+def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
+    """The plan for a goal, of a graph whose plans keep to what was told."""
     plain = plain_plan(graph)
     budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
-    if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
+    may_be_plain = graph.may_be_plain
+    if not len(graph) or (may_be_plain and budget is not None and plain.peak_bytes <= budget):
         return plain
-    known, search = _known_of(graph), search_of(graph)
-    if budget is not None:
-        found = search.fastest(budget)
-        if found is None and min([search.least_peak, *known.plans]).peak_bytes > budget:
-            least = plain.deciding(min([search.least_peak, *known.plans]).decisions, "optimal")
-            raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
-    elif goal.max_overhead is not None:
-        found = search.within(goal.max_overhead * graph.step_seconds)
-    else:
-        of_one_level = search_of(graph, nested=False)
-        found = None if goal else fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
-        if goal or not is_late():
-            known.plans.append(min(search.least_peak, of_one_level.least_peak))
-            plain = replace(plain, floor=(known.plans[-1].peak_bytes, known.plans[-1].seconds))
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
-    aim, asked = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), (goal, effort)
-    found = aim.best([found, known.answers.get(asked), *(known.plans if goal else ())])
-    if found is not None and (moves := _moves(effort, graph)) and asked not in known.answers:
-        found = polished(search.costs, found, aim, moves, nested=bool(goal))
+    aim, known = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), _known_of(graph)
+    search, asked, moves = search_of(graph, nested=bool(goal)), (goal, effort), _moves(effort, graph)
+    _look(search, known, aim)
+    found = known.best(graph, goal, aim)
+    if found is None and not (goal or may_be_plain):  # what is told alone takes longer than is fair
+        aim = replace(aim, seconds=TOLD_LONGER * known.plans[-1].seconds)
+        _look(search, known, aim)
+        found = known.best(graph, goal, aim)
+    if found is not None and moves and asked not in known.answered:
+        known.learn([polished(search.costs, found, aim, moves, nested=bool(goal))])
+        found = known.best(graph, goal, aim)
     if not is_late():
-        known.answer(asked, found)
-    if plain.floor is not None and (lowest := min(filter(None, [found, *known.plans]), default=None)) is not None:
-        plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
+        known.answered.add(asked)
+    if not goal.is_bounded and known.plans:
+        plain = replace(plain, floor=(known.plans[0].peak_bytes, known.plans[0].seconds))
+    if budget is not None and found is None:
+        least = plain.deciding(known.plans[0].decisions, "optimal")
+        raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
+    if found is None and not may_be_plain:
+        share = known.plans[-1].seconds / graph.step_seconds
+        raise SolveError(f"no plan found takes at most {overhead:.1%} more time; the least is {share:.1%}")
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
-    if found is None or found.peak_bytes >= plain.peak_bytes - slack:
+    if found is None or (may_be_plain and found.peak_bytes >= plain.peak_bytes - slack):
         return plain
     return plain.deciding(found.decisions, "optimal")
 
 
+def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
+    """Look for plans; what is found is known then."""
+    graph = search.graph
+    if aim.budget is not None:
+        search.fastest(aim.budget)
+        if aim.best([*search.found, *known.plans]) is None:
+            least = min([search.least_peak, *known.plans])
+            known.learn([polished(search.costs, least, aim, _moves(LAST_EFFORT, graph))])
+    elif not search.nested:
+        search_fairly(search, aim.seconds or 0.0)
+        if not is_late():
+            known.learn([min(search.least_peak, search_of(graph).least_peak)])
+    elif aim.seconds is not None:
+        search.within(aim.seconds)
+    else:
+        known.learn([search.least_peak, search_of(graph, nested=False).least_peak])
+    known.learn(search.found)
+
+
 @dataclass
 class _Known:
-    """The plans of a graph that were found for any goal, and the best one for each; so no two answers contradict."""
+    """The plans of a graph that were found for any goal, so that no two answers contradict.
+
+    Attributes:
+        plans: those that no other beats in both peak and time, by ascending peak.
+        of_one_level: the same of those without levels and values that are recomputed one by one.
+        answered: the goals and efforts for which there was time to look.
+    """
 
     plans: list[Candidate] = field(default_factory=list)
-    answers: dict[object, Candidate | None] = field(default_factory=dict)
+    of_one_level: list[Candidate] = field(default_factory=list)
+    answered: set[object] = field(default_factory=set)
 
-    def answer(self, asked: object, found: Candidate | None) -> None:
-        """Remember what was answered, and the plans that no other beats."""
-        self.answers[asked] = found
-        self.plans = front_of([*self.plans, *filter(None, [found])])
+    def learn(self, found: Iterable[Candidate]) -> None:
+        """Remember plans."""
+        found = list(found)
+        flat = (c for c in found if not c.decisions.policies and all(s.depth <= 1 for s in c.decisions.segments))
+        self.plans = front_of([*self.plans, *found])
+        self.of_one_level = front_of([*self.of_one_level, *flat])
+
+    def best(self, graph: Graph, goal: Goal, aim: Aim) -> Candidate | None:
+        """The plan for a goal."""
+        if goal:
+            return aim.best(self.plans)
+        return fairest(self.at_most_twice(graph), aim.plain_seconds, aim.seconds or 0.0)
+
+    def at_most_twice(self, graph: Graph) -> list[Candidate]:
+        """Those plans in which no operation runs more than twice."""
+        self.of_one_level = front_of([*self.of_one_level, *(c for c in self.plans if _runs(graph, c) <= 2)])
+        return self.of_one_level
+
+
+def _runs(graph: Graph, plan: Candidate) -> int:
+    """How often the operation runs that a plan runs most often."""
+    runs = Schedule(graph, plan.decisions).runs
+    return max(Counter(t for run in runs for t in run.program).values(), default=0)
 
 
 _known: dict[int, _Known] = {}
@@ -165,26 +320,26 @@ def _known_of(graph: Graph) -> _Known:
     return _known[id(graph)]
 
 
-EFFORTS = {0: 0, 1: 3_000, 2: 30_000, 3: 300_000}
+EFFORTS = {0: 0, 1: 10_000, 2: 50_000, 3: 400_000}
 """Moves of the local search by ``effort``."""
 
-MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
-"""Most moves with effort 1: short programs have few, and in long ones each takes longer."""
+LAST_EFFORT = 1
+"""What is tried where nothing that was found fits a budget."""
+
+MOVES_TIMES_OPERATIONS = 3_000_000
+"""Most moves with effort 1, times operations: in long programs each takes longer."""
+
+TOLD_LONGER = 1.1
+"""Times as long as what is told takes at least, for a plan without a goal where that is more than is fair."""
 
 SLOWER = 50
 """How many times longer a simulation takes where none is compiled."""
 
 
-def check_effort(effort: Any) -> None:
-    """Raise InputError unless this is one."""
-    if isinstance(effort, bool) or effort not in EFFORTS:
-        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
-
-
 def _moves(effort: int, graph: Graph) -> int:
     moves = EFFORTS[effort]
     if effort == 1:
-        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // len(graph))
+        moves = min(moves, MOVES_TIMES_OPERATIONS // len(graph))
     return moves if library() is not None else moves // SLOWER
 
 
@@ -203,16 +358,3 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
 
 SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, goal: plain_plan(graph), **REFERENCES}
 """All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a goal."""
-
-
-def solver_of(name: str, goal: Goal) -> Solver:
-    """The solver of this name, for this goal.
-
-    Raises:
-        InputError: there is none, or it takes no goal.
-    """
-    if name not in SOLVERS:
-        raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {name!r}")
-    if name != "optimal" and goal:
-        raise InputError(f"solver={name!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
-    return SOLVERS[name]

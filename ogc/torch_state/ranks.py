@@ -9,7 +9,6 @@ alone, on all threads that a backward runs on.
 from __future__ import annotations
 
 import base64
-import hashlib
 import logging
 import pickle
 import sys
@@ -122,33 +121,30 @@ def _fill(made: Any, given: Any) -> None:
             target.copy_(source.repeat(times)[: target.numel()].view(target.shape))
 
 
-log = logging.getLogger(__name__)
-
-
 # -- one answer for all ----------------------------------------------------------------------------------
 
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-def first_of_all(question: str, answer: Callable[[], T]) -> T:
-    """What the first rank answered, be it this one, without waiting for another rank.
+def answer_of_ranks(question: str) -> Any:
+    """What the first rank answered to a question, text that is equal on the ranks that are to agree; None if none has.
 
-    The answer is put into the store that all ranks met at, and taken from there by those that ask later.
-
-    Args:
-        question: text that is equal on the ranks that are to agree, and on no others.
-        answer: plain data that can be pickled; asked for only where no rank has answered yet.
+    Answers are put into the store that all ranks met at, and taken from there: no rank waits for another one.
     """
+    key, store = f"ogc/{question}", store_of_all_ranks() if are_several() else None
+    return None if store is None else _asked(lambda: store.get(key) if store.check([key]) else None)
+
+
+def first_answer(question: str, mine: T) -> T:
+    """What the first rank answered, be it this one; plain data that can be pickled."""
     store = store_of_all_ranks() if are_several() else None
     if store is None:
-        return answer()
-    key = f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
-    if (known := _asked(lambda: store.get(key) if store.check([key]) else None)) is not None:
-        return known
-    mine = answer()
+        return mine
     text = base64.b64encode(pickle.dumps(mine)).decode()
-    first = _asked(lambda: store.compare_set(key, "", text))
+    first = _asked(lambda: store.compare_set(f"ogc/{question}", "", text))
     return mine if first is None else first
 
 

@@ -16,9 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ogc
+from ogc import planning
 from ogc.errors import InputError, ParseError, SolveError
-from ogc.in_parts import Options, PartsPlan, optimize_in_parts
+from ogc.in_parts import PartsPlan, optimize_in_parts
 from ogc.in_parts.module import CALL
+from ogc.parser import ParseOptions
+from ogc.planning import PlanOptions
+from ogc.process import is_late
+from ogc.solver import SolveOptions
 
 
 class Scale(torch.autograd.Function):
@@ -351,12 +356,22 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
 
 def test_equal_blocks_are_parsed_once(monkeypatch):
     seen = []
-    original = ogc.in_parts.plan.parse
-    monkeypatch.setattr(
-        ogc.in_parts.plan, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
-    )
+    original = planning.parsed
+    monkeypatch.setattr(planning, "parsed", lambda module, *a: seen.append(module) or original(module, *a))
     ogc.optimize(Tower(8), rows(), memory_budget="least")
     assert sum(isinstance(module, Block) for module in seen) == 1
+
+
+def test_all_calls_of_parts_are_planned_by_what_was_asked_for(monkeypatch):
+    seen = []
+    plan = SolveOptions.plan
+    monkeypatch.setattr(SolveOptions, "plan", lambda self, *a: seen.append((self.effort, is_late())) or plan(self, *a))
+    model = Tower(2)
+    optimised = ogc.optimize(model, rows(), memory_budget=500_000, effort=1, planning_seconds=1e-9)
+    assert set(seen) == {(1, True)}
+    seen.clear()
+    assert_same_training(model, optimised, rows(2 * ROWS))
+    assert set(seen) == {(1, True)} and optimised.report().planned
 
 
 def test_a_model_of_which_nothing_can_be_planned_is_refused_with_all_reasons():
@@ -1045,7 +1060,7 @@ def test_speech_models_with_layer_drop(kind):
     )
     model, given = getattr(transformers, f"{kind}Model")(config).train(), (torch.randn(4, 16000),)
     plain = {"": "draws masks with numpy", "encoder": "leaves out layers by chance"}
-    assert_much_less(model, optimize_in_parts(model, given, Options(), plain), given)
+    assert_much_less(model, optimize_in_parts(model, given, PlanOptions(ParseOptions(), SolveOptions()), plain), given)
 
 
 def assert_much_less(model, optimised, given):

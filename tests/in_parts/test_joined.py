@@ -7,9 +7,9 @@ import pytest
 from helpers import random_graph, random_plans
 
 import ogc
-from ogc.in_parts import Options
 from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Chooser, Event, Joined, PartCost, usual_events
-from ogc.solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, Goal
+from ogc.in_parts.plan import frugal
+from ogc.solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, Goal, SolveOptions
 
 SEEDS = range(40)
 
@@ -32,8 +32,9 @@ def some_choices(step, seed, count=3):
     return list(product(*plans))
 
 
-def chooser_of(step):
-    return Chooser(step, tuple(map(Options().frugal, step.parts)))
+def chooser_of(step, effort=0):
+    solving = SolveOptions(effort=effort)
+    return Chooser(step, tuple(frugal(solving, part) for part in step.parts), solving)
 
 
 def with_backwards_inside(step, seed):
@@ -115,7 +116,22 @@ def test_no_segment_has_operations_of_two_calls():
         ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
 
 
+@pytest.mark.full
+def test_effort_finds_more():
+    seconds, peaks = [0.0, 0.0], [0, 0]
+    for seed in SEEDS[:20]:
+        step = some_step(seed, calls=4, most=10)
+        budget = (step.peak(step.plain) + step.peak(chooser_of(step).chosen(LEAST_PEAK))) // 2
+        for effort in (0, 1):
+            fast, small = (chooser_of(step, effort).chosen(goal) for goal in (Goal(budget), Goal(max_overhead=0.1)))
+            assert step.peak(fast) <= budget and step.seconds(small) <= 0.1 * step.part_seconds * (1 + 1e-9)
+            seconds[effort] += step.seconds(fast)
+            peaks[effort] += step.peak(small)
+    assert seconds[1] < seconds[0] and peaks[1] < peaks[0], (seconds, peaks)
+
+
 @pytest.mark.parametrize("calls", [None, 4])
+@pytest.mark.full
 def test_almost_every_choice_is_as_good_as_all_others(calls):
     worse = dict.fromkeys(["peak", "time", "both"], 0)
     for seed in SEEDS:

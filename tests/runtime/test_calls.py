@@ -109,7 +109,7 @@ def test_functional_call_with_a_backward_keeps_the_saving(tall):
 def test_numbers_that_change_each_step_need_no_search(tall, monkeypatch):
     x = torch.randn(256, 16)
     optimised = ogc.optimize(tall, (x, 0.5), memory_budget="least")
-    monkeypatch.setattr("ogc.planned.solve", lambda *_, **__: pytest.fail("planned anew"))
+    monkeypatch.setattr("ogc.solver.SolveOptions.plan", lambda *_: pytest.fail("planned anew"))
     for step in range(20):
         scale = 0.9**step
         for module in (tall, optimised):
@@ -127,7 +127,7 @@ def test_numbers_that_change_each_step_need_no_search(tall, monkeypatch):
 def test_numbers_keep_the_goal(tall, goal, monkeypatch):
     x = torch.randn(128, 16)
     optimised = ogc.optimize(tall, (x, 0.5), **goal)
-    monkeypatch.setattr("ogc.planned.solve", lambda *_, **__: pytest.fail("planned anew"))
+    monkeypatch.setattr("ogc.solver.SolveOptions.plan", lambda *_: pytest.fail("planned anew"))
     for scale in (0.3, 0.7):
         assert_equal(optimised(x, scale), tall(x, scale))
     assert optimised.report().planned == 2
@@ -145,6 +145,7 @@ class Recurrent(nn.Module):
         return self.out(self.cell(packed)[0].data).square()
 
 
+@pytest.mark.full
 def test_packed_sequences_of_any_lengths():
     torch.manual_seed(0)
     model = Recurrent()

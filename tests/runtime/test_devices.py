@@ -147,6 +147,7 @@ def nullcontext_of(step):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", [*OPTIONS, "no_sync", "comm hook", "autocast", "without a sample"])
+@pytest.mark.full
 def test_data_parallel(ranks, name, order):
     kind = Unused if name == "find unused" else Network
     one, other = ranks.run(ddp, name, kind, order)
@@ -255,6 +256,7 @@ def collective(rank, name):
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.full
 def test_collectives_of_a_forward_run_once(ranks, name):
     ranks.run(collective, name)
 
@@ -397,16 +399,17 @@ def test_collectives_of_a_model_in_parts(ranks):
 
 
 def answers(rank):
-    asked = []
-    first = of_torch.first_of_all("whose", lambda: asked.append(1) or rank)
-    again = of_torch.first_of_all("whose", lambda: asked.append(1) or 7)
-    own = of_torch.first_of_all(f"rank {rank}", lambda: rank)
+    unasked = of_torch.answer_of_ranks("nobody's")
+    first = of_torch.first_answer("whose", rank)
+    again = of_torch.first_answer("whose", 7)
+    known = of_torch.answer_of_ranks("whose")
+    own = of_torch.first_answer(f"rank {rank}", rank)
     of_torch.store_of_all_ranks = lambda: Broken()
     try:
-        broken = of_torch.first_of_all("another", lambda: rank)
+        broken, unknown = of_torch.first_answer("another", rank), of_torch.answer_of_ranks("whose")
     finally:
         of_torch.store_of_all_ranks = store
-    assert len(asked) <= 1 and own == broken == rank and first == again
+    assert own == broken == rank and first == again == known and unasked is unknown is None
     return first
 
 

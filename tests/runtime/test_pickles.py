@@ -112,7 +112,7 @@ def test_what_is_loaded_and_called_otherwise_is_planned_anew(saved, caplog):
     _, optimised = saved
     again = pickle.loads(pickle.dumps(optimised))
     given = images(8)
-    with caplog.at_level("INFO", "ogc.planned"):
+    with caplog.at_level("INFO", "ogc.planning"):
         again(given)
     assert (
         "a plan is made anew, as the saved one does not do: the plan does not fit the graph, which has other sizes"

@@ -59,7 +59,7 @@ def test_hooks_that_cannot_be_planned_for(caplog, monkeypatch):
     def refuse(*given, **named):
         raise ogc.ParseError("it cannot be")
 
-    monkeypatch.setattr("ogc.planned.parse", refuse)
+    monkeypatch.setattr("ogc.planning.parsed", refuse)
     monkeypatch.setattr("ogc.planned.in_parts_instead", refuse)
     caplog.clear()
     train(optimised)

@@ -606,7 +606,7 @@ def test_the_frontier_knows_what_costs_next_to_nothing_though_it_crosses_every_c
     assert by_hand.recomputed_flops == 0
 
     def is_found():
-        plans = ogc.frontier(graph).plans
+        plans = ogc.frontier(replace(graph)).plans  # of which nothing is known
         return any(p.peak_bytes <= by_hand.peak_bytes and p.recomputed_flops == 0 for p in plans)
 
     assert is_found()

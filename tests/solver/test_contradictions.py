@@ -1,0 +1,109 @@
+"""Of all that is asked of one graph, no answer is worse than another one shows to be possible."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from helpers import random_graph
+from stacks import stack
+
+import ogc
+from ogc.errors import SolveError
+from ogc.plan import plain_plan
+from ogc.plan.schedule import Schedule
+from ogc.solver import FAIR_OVERHEAD, NEGLIGIBLE
+
+BUDGETS = [{"memory_budget": share} for share in (0.9, 0.7, 0.5, 0.3)]
+OVERHEADS = [{"max_overhead": share} for share in (0.05, 0.1, 0.2, 0.3, 0.5)]
+GOALS = [*BUDGETS, *OVERHEADS, {"memory_budget": "least"}, {}]
+
+
+def runs_most(graph, plan):
+    programs = [run.program for run in Schedule.of_step(graph, plan, "none").runs]
+    return max(sum(t in program for program in programs) for t in range(len(graph)))
+
+
+class Asked:
+    """Goals asked one after the other, and what was known before each."""
+
+    def __init__(self, graph, told):
+        self.graph, self.plain, self.told, self.known = graph, plain_plan(graph), told, []
+
+    def ask(self, goal):
+        """The plan for a goal, or None; no plan known before may be better, but for what is negligible."""
+        try:
+            plan = ogc.solve(self.graph, **goal, **self.told)
+        except SolveError:
+            assert not [known for known in self.known if self.keeps(goal, known)], goal
+            return None
+        better = [known for known in self.known if self.keeps(goal, known) and self.beats(goal, known, plan)]
+        assert not better, (goal, plan.summary, better[0].summary)
+        assert plan.is_plain or self.keeps(goal, plan)
+        self.known.append(plan)
+        return plan
+
+    def curve(self):
+        plans = ogc.frontier(self.graph, points=5, **self.told).plans
+        for known in self.known:
+            assert any(p.peak_bytes <= known.peak_bytes and p.added_seconds <= known.added_seconds for p in plans)
+        self.known += plans
+
+    def keeps(self, goal, plan):
+        budget, share = goal.get("memory_budget"), goal.get("max_overhead")
+        if isinstance(budget, float):
+            return plan.peak_bytes <= int(budget * self.plain.peak_bytes)
+        if goal == {}:
+            return plan.added_seconds <= FAIR_OVERHEAD * self.plain.step_seconds and runs_most(self.graph, plan) <= 2
+        return share is None or plan.added_seconds <= share * self.plain.step_seconds
+
+    def beats(self, goal, one, other):
+        slack = NEGLIGIBLE * self.plain.peak_bytes if other.is_plain else 0
+        less, faster = one.peak_bytes < other.peak_bytes - slack, one.added_seconds < other.added_seconds - 1e-9
+        if goal == {}:  # which weighs both
+            return less and faster
+        return faster if goal in BUDGETS else less
+
+
+def assert_consistent(graph, seed, **told):
+    asked, goals = Asked(graph, told), GOALS * 2 + [None]
+    random.Random(seed).shuffle(goals)
+    for goal in goals:
+        asked.curve() if goal is None else asked.ask(goal)
+    budgets, overheads = ([asked.ask(goal) for goal in some] for some in (BUDGETS, OVERHEADS))
+    times = [plan.added_seconds for plan in budgets if plan]
+    peaks = [plan.peak_bytes for plan in overheads]
+    assert times == sorted(times), "less memory never takes less time"
+    assert [plan is None for plan in budgets] == sorted(plan is None for plan in budgets)
+    slack = NEGLIGIBLE * asked.plain.peak_bytes
+    assert all(more <= less + slack for less, more in pairwise(peaks)), "nor more time more memory"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_answer_contradicts_another_in_any_order(seed):
+    assert_consistent(random_graph(seed, most=8 if seed % 2 else 25), seed)
+
+
+@pytest.mark.parametrize("argument", ["keep", "once"])
+def test_nor_where_something_is_told(argument):
+    graph = random_graph(5, most=20)
+    operations = tuple(replace(op, module="abc"[t % 3]) for t, op in enumerate(graph.operations))
+    assert_consistent(replace(graph, operations=operations), 0, **{argument: ["a"]})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6, 40))
+def test_nor_on_more_and_longer_graphs(seed):
+    assert_consistent(random_graph(seed, most=40), seed)
+
+
+@pytest.mark.full
+def test_nor_where_layers_are_equal_and_cuts_many():
+    assert_consistent(stack(0, layers=30), 0)
+
+
+def test_a_plan_of_a_method_to_compare_with_is_known_too():
+    graph = random_graph(3, most=25)
+    plan = ogc.solve(graph, solver="binomial")
+    assert ogc.solve(graph, memory_budget="least").peak_bytes <= plan.peak_bytes
+    assert ogc.solve(graph, memory_budget=plan.peak_bytes).added_seconds <= plan.added_seconds + 1e-12
