@@ -87,9 +87,10 @@ def assert_same(model, run, x):
 
 
 GOALS = [{}, {"memory_budget": "least"}, {"memory_budget": 0.7}, {"max_overhead": 1.0}]
+FEW = [GOALS[0], *(pytest.param(goal, marks=pytest.mark.full) for goal in GOALS[1:])]
 
 
-@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("goal", FEW)
 def test_a_model_runs_as_it_is_told(goal):
     model, x = net()
     graph = ogc.parse(model, x, profile="estimate")
@@ -100,6 +101,7 @@ def test_a_model_runs_as_it_is_told(goal):
     assert_same(model, run, x)
 
 
+@pytest.mark.full
 def test_what_it_is_not_told_is_free():
     model, x = net()
     graph = ogc.parse(model, x, profile="estimate")
@@ -126,6 +128,7 @@ def test_optimize_is_told_the_same(is_late):
     assert "what was told costs" in run.plan.summary and run.plan.free is not None
 
 
+@pytest.mark.full
 def test_what_is_told_holds_for_other_sizes_budgets_and_copies():
     model, x = net()
     run = optimized(model, x, keep=["*.act"], memory_budget=0.6)
@@ -154,6 +157,7 @@ def test_saved_plans_keep_to_what_is_told(tmp_path):
         optimized(model, x, plan=free, recompute=["*.act"])
 
 
+@pytest.mark.full
 def test_plans_in_a_folder_are_found_by_what_is_told(tmp_path):
     model, x = net()
     plans = [
@@ -173,7 +177,7 @@ class Unplannable(Net):
         return self.head(x)
 
 
-@pytest.mark.parametrize("goal", GOALS[:3])
+@pytest.mark.parametrize("goal", FEW)
 def test_parts_are_told_by_their_names_in_the_model(goal):
     torch.manual_seed(0)
     model, x = Unplannable(), torch.randn(256, 64)

@@ -69,9 +69,8 @@ def solve(
     _check_graph(graph)
     told = _told(graph, keep, recompute, once)
     plan = SolveOptions(Goal(memory_budget, max_overhead), solver, effort).plan(told)
-    if told is graph or plan.is_plain:
-        return replace(plan, graph=graph)
-    _check_kept(told, plan)
+    if told is not graph and not plan.is_plain:
+        _check_kept(told, plan)
     return replace(plan, graph=graph)
 
 
@@ -109,7 +108,7 @@ class SolveOptions:
         wanted = self.goal if goal is None else goal
         if self.solver == "optimal":
             return optimal(graph, wanted, self.effort)
-        if graph.told and self.solver != "none":
+        if graph.told:
             raise InputError(f"solver={self.solver!r} cannot be told {graph.told.words}; only 'optimal' can")
         plan = SOLVERS[self.solver](graph, wanted)
         if not plan.is_plain:
@@ -185,26 +184,22 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     """
     if graph.free is None:
         return _found(graph, goal, effort)
-    free, of_free, known, costs = (
-        _found(graph.free, goal, effort),
-        _known_of(graph.free),
-        _known_of(graph),
-        Replay(graph),
-    )
+    of_free, known, costs = _known_of(graph.free), _known_of(graph), Replay(graph)
     for plan in of_free.plans:
         with suppress(PlanError):  # it does not keep to what is told
             known.learn([weigh(costs, plan.decisions)])
     try:
         found = _found(graph, goal, effort)
     except (PlanError, SolveError) as error:
-        least = getattr(error, "least_peak_bytes", None)
+        free, least = _found(graph.free, goal, effort), getattr(error, "least_peak_bytes", None)
         raise SolveError(f"with {graph.told.words} {error}; without, the plan is: {free.summary}", least) from None
     if not found.is_plain:
         found = found.deciding(found.decisions.as_told(graph.told), found.solver)
         of_free.learn([Candidate(found.peak_bytes, found.added_seconds, found.decisions)])
-    costs_more = found.peak_bytes > free.peak_bytes or found.added_seconds > free.added_seconds
-    best = free if costs_more else found
-    return replace(found, free=(best.peak_bytes, best.added_seconds))
+    if is_late():
+        return found
+    free = _found(graph.free, goal, effort)
+    return replace(found, free=(free.peak_bytes, free.added_seconds))
 
 
 def _check_kept(told: Graph, plan: Plan) -> None:

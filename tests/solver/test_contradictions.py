@@ -72,19 +72,21 @@ def assert_consistent(graph, seed, **told):
         asked.curve() if goal is None else asked.ask(goal)
     budgets, overheads = ([asked.ask(goal) for goal in some] for some in (BUDGETS, OVERHEADS))
     times = [plan.added_seconds for plan in budgets if plan]
-    peaks = [plan.peak_bytes for plan in overheads]
+    peaks = [plan.peak_bytes for plan in overheads if plan]
     assert times == sorted(times), "less memory never takes less time"
     assert [plan is None for plan in budgets] == sorted(plan is None for plan in budgets)
+    assert [plan is None for plan in overheads] == sorted((plan is None for plan in overheads), reverse=True)
     slack = NEGLIGIBLE * asked.plain.peak_bytes
     assert all(more <= less + slack for less, more in pairwise(peaks)), "nor more time more memory"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_answer_contradicts_another_in_any_order(seed):
     assert_consistent(random_graph(seed, most=8 if seed % 2 else 25), seed)
 
 
-@pytest.mark.parametrize("argument", ["keep", "once"])
+@pytest.mark.full
+@pytest.mark.parametrize("argument", ["keep", "recompute"])
 def test_nor_where_something_is_told(argument):
     graph = random_graph(5, most=20)
     operations = tuple(replace(op, module="abc"[t % 3]) for t, op in enumerate(graph.operations))
@@ -92,7 +94,7 @@ def test_nor_where_something_is_told(argument):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(6, 40))
+@pytest.mark.parametrize("seed", range(4, 40))
 def test_nor_on_more_and_longer_graphs(seed):
     assert_consistent(random_graph(seed, most=40), seed)
 

@@ -18,6 +18,11 @@ from ogc.plan.schedule import FORWARD, Schedule
 MODULES = ["a", "b", "c"]
 
 
+def seeds(few, many):
+    """So many in the default tier, and all in the full one."""
+    return [*range(few), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(few, many))]
+
+
 def named_graph(seed, most=5):
     """A random graph of which each operation is in one of three modules, without variants and outputs."""
     graph, rng = random_graph(seed, most), random.Random(seed)
@@ -80,14 +85,14 @@ def solved(graph, told, **goal):
     return plan
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(12, 120))
 def test_no_plan_that_keeps_to_it_peaks_lower(seed):
     graph, told = named_graph(seed), told_of(seed)
     best, plan = best_of_all(graph, told, lambda peak, seconds: peak), solved(graph, told, memory_budget="least")
     assert (best is None) or (plan is not None and plan.peak_bytes <= best + 0.005 * plan.plain_peak_bytes)
 
 
-@pytest.mark.parametrize("seed", range(40, 70))
+@pytest.mark.parametrize("seed", seeds(12, 120))
 def test_no_plan_that_keeps_to_it_is_faster_within_a_budget(seed):
     graph, told = named_graph(seed), told_of(seed)
     budget = int(0.75 * plain_plan(graph).peak_bytes)
@@ -111,7 +116,7 @@ def test_what_stands_in_the_way_is_named():
         ogc.solve(graph, max_overhead=0, recompute=["a"])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_what_it_costs_against_the_free_plan_is_told(seed):
     graph = named_graph(seed, most=12)
     for goal in ({}, {"memory_budget": "least"}, {"max_overhead": 0.3}):
@@ -124,7 +129,7 @@ def test_what_it_costs_against_the_free_plan_is_told(seed):
         assert plan.graph is graph and plan.is_plain | (ogc.simulate(graph, plan).peak_bytes == plan.peak_bytes)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(4, 20))
 def test_the_curve_keeps_to_it(seed):
     graph = named_graph(seed, most=15)
     told = {("keep", "recompute")[seed % 2]: [graph.operations[0].module]}
