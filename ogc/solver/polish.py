@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from random import Random
+from typing import Any
 
 from ..errors import PlanError
 from ..graph import Graph
@@ -28,6 +29,9 @@ HOT, COOLING = 0.6, 0.025
 """By what share of an operation's part of the plain step a move may be worse that is taken one time in e, and what is
 left of that at last."""
 
+ROUNDS = 3
+"""How often that is begun, from the best plan so far."""
+
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
 is followed by another before it is weighed; is made for all values and operations of equal layers."""
@@ -38,7 +42,7 @@ SOME, CHANGED = 0.5, 0.5
 PERIODS = 4
 """Lengths of layers that are looked at."""
 
-OVER, BROKEN = 3.0, 0.02
+OVER, BROKEN = 10.0, 0.02
 """What a plan costs that misses its bound: for each share of the plain step by which it does, and at least."""
 
 BESIDE = 1e-5
@@ -101,7 +105,9 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
     for number in range(moves):
         if is_late():
             break
-        heat = hot * COOLING ** (number / moves)
+        if number * ROUNDS % moves < ROUNDS:
+            now, price_now = best, best_price
+        heat = hot * COOLING ** (number * ROUNDS / moves % 1)
         decisions = moving.moved(now)
         if decisions is None or decisions == now.decisions:
             continue
@@ -114,6 +120,31 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
             now, price_now = found, price_found
             if price_found < best_price and not aim.excess(found):
                 best, best_price = found, price_found
+    return best if best is start else _tidied(costs, best, aim)
+
+
+def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
+    """The plan without what it is no worse without: policies, variants, levels, and cuts between saved segments."""
+
+    def or_simpler(best: Candidate, segments: Level | None = None, **others: Any) -> Candidate:
+        decisions = replace(best.decisions, segments=segments or best.decisions.segments, **others)
+        try:
+            found = weigh(costs, decisions)
+        except PlanError:  # an operation would run twice that must not
+            return best
+        return found if aim.price(found) <= aim.price(best) else best
+
+    for policy in best.decisions.policies:
+        best = or_simpler(best, policies=tuple(each for each in best.decisions.policies if each != policy))
+    for t in best.decisions.low_memory:
+        best = or_simpler(best, low_memory=tuple(each for each in best.decisions.low_memory if each != t))
+    for n in reversed(range(len(best.decisions.segments))):
+        *before, one = best.decisions.segments[: n + 1]
+        behind = best.decisions.segments[n + 1 :]
+        if one.policies or len(one.parts) > 1:
+            best = or_simpler(best, (*before, recomputed(one.start, one.stop), *behind))
+        elif behind and not one.parts and not behind[0].parts:
+            best = or_simpler(best, (*before, saved(one.start, behind[0].stop), *behind[1:]))
     return best
 
 

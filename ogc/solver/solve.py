@@ -254,7 +254,8 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
         search.fastest(aim.budget)
         if aim.best([*search.found, *known.plans]) is None:
             least = min([search.least_peak, *known.plans])
-            known.learn([polished(search.costs, least, aim, _moves(LAST_EFFORT, graph))])
+            least_peak = replace(aim, budget=None)
+            known.learn([polished(search.costs, least, least_peak, _moves(LAST_EFFORT, graph))])
     elif not search.nested:
         search_fairly(search, aim.seconds or 0.0)
         if not is_late():
@@ -318,7 +319,7 @@ def _known_of(graph: Graph) -> _Known:
 EFFORTS = {0: 0, 1: 10_000, 2: 50_000, 3: 400_000}
 """Moves of the local search by ``effort``."""
 
-LAST_EFFORT = 1
+LAST_EFFORT = 2
 """What is tried where nothing that was found fits a budget."""
 
 MOVES_TIMES_OPERATIONS = 3_000_000

@@ -48,7 +48,7 @@ def test_equal_layers_cost_what_a_checkpoint_around_each_costs_at_most():
         assert assert_is_fair(graph).peak_bytes < 0.9 * ogc.solve(graph, solver="none").peak_bytes
 
 
-@pytest.mark.parametrize("seed", [1, 7, 13])
+@pytest.mark.parametrize("seed", [3, 7, 13])
 def test_a_little_more_memory_that_saves_much_time_is_taken(seed):
     graph = random_graph(seed, most=30)
     least = search_of(graph, nested=False).within(FAIR_OVERHEAD * graph.step_seconds)
