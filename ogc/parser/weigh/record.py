@@ -84,13 +84,21 @@ class Record:
     variant: SeenVariant | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
-    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds without telling autograd
     relaid: Relaid | None = None  # weighs its backward for gradients of other layouts
 
     @property
     def in_place(self) -> bool:
         """Whether it writes what it was given."""
         return bool(self.externals.writes) or any(value in self.reads for value in self.writes)
+
+    @property
+    def aside(self) -> list[TensorRef]:
+        """What of the program it holds without telling autograd."""
+        target = self.node.target
+        if not isinstance(target, OpaqueCall):
+            return []
+        given = (self.arguments[n].value for n in target.aside.given)
+        return [*filter(None, given), *(TensorRef(self.node.name, n) for n in target.aside.made)]
 
     def take_saves(self, storages: dict[TensorRef, int]) -> None:
         """Save what its weights say that it saves on another device, if they do."""
