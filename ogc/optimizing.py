@@ -53,7 +53,7 @@ def optimize(
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
-    effort: int = 1,
+    effort: int = 0,
     planning_seconds: float | None = None,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.

@@ -90,7 +90,7 @@ class Planning:
     verify: bool = False
     submodule: str = ""
     is_one_of_many: bool = False
-    effort: int = 1
+    effort: int = 0
     planning_seconds: float | None = None
 
     def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:

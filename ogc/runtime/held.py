@@ -213,7 +213,7 @@ def in_parts(pack: Pack) -> Pack:
 
 
 class Argument:
-    """The slot of a tensor that an opaque module was given and saved, any number of times."""
+    """The slot of a tensor that an opaque module was given or returned and saved, any number of times."""
 
     def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
         self.frame = frame

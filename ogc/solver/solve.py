@@ -28,7 +28,7 @@ def solve(
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     solver: str = "optimal",
-    effort: int = 1,
+    effort: int = 0,
 ) -> Plan:
     """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
 
@@ -99,7 +99,7 @@ def _check_graph(graph: Any) -> None:
         raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
-def optimal(graph: Graph, goal: Goal, effort: int = 1) -> Plan:
+def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
