@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
-from ..plan import Frontier, Plan, plain_plan, simulate
+from ..plan import Frontier, Plan, Segment, plain_plan, simulate
 from ..plan.fast import library
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of
@@ -130,7 +130,7 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
     aim, asked = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), (goal, effort)
     found = aim.best([found, known.answers.get(asked), *(known.plans if goal else ())])
-    if found is not None and (moves := _moves(effort, graph)) and asked not in known.answers:
+    if found is not None and (moves := _moves(effort, graph, found)) and asked not in known.answers:
         found = polished(search.costs, found, aim, moves, nested=bool(goal))
     if not is_late():
         known.answer(asked, found)
@@ -171,6 +171,9 @@ EFFORTS = {0: 0, 1: 3_000, 2: 30_000, 3: 300_000}
 MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
 """Most moves with effort 1: short programs have few, and in long ones each takes longer."""
 
+VALUES_PER_OPERATION = 50
+"""Values of a run that take a simulation as long as an operation does: a plan of many levels has many runs."""
+
 SLOWER = 50
 """How many times longer a simulation takes where none is compiled."""
 
@@ -181,11 +184,17 @@ def check_effort(effort: Any) -> None:
         raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
 
 
-def _moves(effort: int, graph: Graph) -> int:
+def _moves(effort: int, graph: Graph, start: Candidate) -> int:
     moves = EFFORTS[effort]
     if effort == 1:
-        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // len(graph))
+        steps = len(graph) + len(graph.values) * _runs(start.decisions.segments) // VALUES_PER_OPERATION
+        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // steps)
     return moves if library() is not None else moves // SLOWER
+
+
+def _runs(segments: Sequence[Segment]) -> int:
+    """How many recomputations there are of segments and their parts."""
+    return sum(1 + _runs(segment.parts) for segment in segments if segment.parts)
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
