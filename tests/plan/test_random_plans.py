@@ -1,5 +1,5 @@
 """Plans that no search need ever find, drawn by its moves: each is run, with the plain model's bits and the peak that
-it promises."""
+it promises, at least."""
 
 from random import Random
 
@@ -19,8 +19,12 @@ from ogc.solver.polish import _Moves
 SCALARS = 600
 """Bytes of losses and the like that may be missing."""
 
-EARLY = {"opaque": 256 * 64 * 4}
-"""Bytes of its results that a module of several kernels lets go of before the end of its backward."""
+EARLY = 2
+"""Of the largest tensors, so many may be gone before the end of a backward whose saved tensors a recomputation made:
+its kernels let go of these one by one, and sums over what was broadcast come last."""
+
+EXACT = 0.8
+"""At least this share of plans takes to the byte what it promises, at least."""
 
 MOVES = 30
 
@@ -103,13 +107,16 @@ def assert_kept(name, seeds):
     start = ogc.solve(graph, memory_budget="least")
     plans = [start, *(moved(graph, start, seed) for seed in seeds)]
     plans += random_plans(graph, Random(0), len(seeds), random_decisions)
+    most, exact = EARLY * max(value.bytes for value in graph.values), 0
     for plan in plans:
         run = ogc.apply(model, graph, plan)
         spare = plan.peak_bytes - measured_peak(run, inputs)
-        assert -SCALARS <= spare <= SCALARS + EARLY.get(name, 0), plan.decisions
+        exact += abs(spare) <= SCALARS
+        assert -SCALARS <= spare <= most, plan.decisions
         model.load_state_dict(state)
         found = trace_of_training(model, run, inputs, 1)
         assert len(found) == len(expected) and all(map(torch.equal, found, expected)), plan.decisions
+    assert exact >= EXACT * len(plans)
 
 
 @pytest.mark.parametrize("name", CASES)
