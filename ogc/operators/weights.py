@@ -52,6 +52,7 @@ class Weights:
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
     saves: tuple[Place | None, ...] | None = None  # where each saved tensor lies; None: as observed
+    aside_bytes: int = 0  # of its internal tensors that go with autograd's graph, not with its backward
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     own_gradient_bytes: int = 0  # of parameters that are no arguments, as an opaque module's
     own_working_bytes: int = 0  # ``working_bytes`` where these stay

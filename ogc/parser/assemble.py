@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -34,6 +34,7 @@ def graph_of(
     """
     records = observation.records
     taken = versions_of(traced.graph, observation)
+    _weigh_written_aside(observation)
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
     alive = partial(gradient_bytes, returned=returned, gradients=end_of(traced).after_forward.gradients)
@@ -56,6 +57,26 @@ def graph_of(
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside, left_bytes=left)
+
+
+def _aside(observation: Observation) -> Iterator[tuple[Record, int, bool]]:
+    """Operations with values that each holds past autograd, and whether a later one writes them."""
+    last_writes = {v: t for t, record in enumerate(observation.records) for v in record.writes}
+    for t, record in enumerate(observation.records):
+        for value in sorted({observation.storages[ref] for ref in record.aside}):
+            yield record, value, last_writes[value] > t
+
+
+def _weigh_written_aside(observation: Observation) -> None:
+    """Count what is held past autograd and written later with its holder, beside the value: too much, not too little.
+
+    As an output it would bar cuts to the end of the program.
+    """
+    for record, value, is_written in _aside(observation):
+        if is_written:
+            size, known = observation.value_bytes[value], record.weights
+            internal = size + (known.internal_bytes or 0)
+            record.weights = replace(known, internal_bytes=internal, aside_bytes=known.aside_bytes + size)
 
 
 def end_of(traced: Traced) -> StepEnd:
@@ -111,7 +132,8 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     )
     outputs = {observation.storages.get(refs[n]) for n in held}
     starts = {v for record in observation.records if of(record.node.target).begins_graph for v in record.reads}
-    outputs |= starts  # autograd's graph holds them until it is gone itself
+    aside = {v for _, v, is_written in _aside(observation) if not is_written}
+    outputs |= starts | aside  # autograd's graph holds them until it is gone itself
     each = zip(observation.value_names, observation.value_bytes, strict=True)
     casts = (TensorRef(node.name, 0) for node in traced.graph.nodes if node.meta.get(SHARED))
     returned = observation.output_values | {observation.storages[ref] for ref in casts}  # which autocast holds

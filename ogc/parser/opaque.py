@@ -248,7 +248,7 @@ def _difference(
         others = held - storage_bytes(results)
         if others > FEW and others * SMALL_INTERNALS > storage_bytes([*first[0], *first[1]]):
             return f"keeps {others / MIB:.3g} MiB for its backward that autograd does not know of"
-    if aside := held_aside(opaque, module, given):
+    if aside := held_aside(opaque, module, given, home)[0].given:
         return f"keeps {storage_bytes([given[n] for n in aside]) / MIB:.3g} MiB that it is given past autograd"
     return None
 

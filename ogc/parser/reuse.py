@@ -203,9 +203,9 @@ def _visit(
 ) -> None:
     """Let an opaque module be recomputed if it may in the known program; weigh an operation given a profiler."""
     node = record.node
-    if isinstance(node.target, OpaqueCall) and (known := opaque.get(node.target.name)) is not None and known.repeatable:
-        node.target = replace(node.target, repeatable=True)
-        record.random = True  # as it may draw numbers
+    if isinstance(node.target, OpaqueCall) and (known := opaque.get(node.target.name)) is not None:
+        node.target = replace(node.target, repeatable=known.repeatable, aside=known.aside)
+        record.random |= known.repeatable  # as it may draw numbers
     if profiler is not None:
         record.weights = weigh(model, profiler, record, args, kwargs)
 

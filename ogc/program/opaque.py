@@ -144,6 +144,18 @@ def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int | None] | N
     return f"{kind} in the memory of its input {number}" + ("" if offset is None else f", {offset} entries on")
 
 
+@dataclass(frozen=True)
+class Aside:
+    """What a call holds past autograd, as in attributes of a custom function's context, until autograd's graph goes.
+
+    Attributes:
+        given, made: numbers of tensors that it is given, and of those that it returns.
+    """
+
+    given: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class OpaqueCall(Opaque):
     """One call of a submodule."""
@@ -159,6 +171,7 @@ class OpaqueCall(Opaque):
     function: type[torch.autograd.Function] | None = None  # the custom function that it is, if no submodule
     talks: bool = False  # runs collectives, which other ranks join once in each step
     takes_no_hooks: bool = False  # differentiates by torch.func, and saves past hooks for saved tensors
+    aside: Aside = Aside()  # what it holds past autograd
 
     live = ()
     given: ClassVar[int | None] = 2  # the third are tensors that its module holds

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,19 @@ from ..program.program import attribute, storage_of, tensor_leaves
 from ..torch_state.compare import digest
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.settings import Flags, State, digest_of_states, random_states, set_random_states
-from .held import Argument, Bound, Marks, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
+from .held import (
+    Argument,
+    Bound,
+    Marks,
+    Packed,
+    RepeatedCall,
+    detached,
+    differentiable,
+    dropped,
+    in_parts,
+    kept,
+    unpack,
+)
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward; KEEP - 1 - t, one that recomputing t uses."""
@@ -272,23 +284,44 @@ class Frame:
         )
 
     @contextmanager
-    def opaque(self, *arguments: torch.Tensor) -> Iterator[None]:
-        """Call an opaque module, which keeps all that it saves but for arguments that have a slot."""
-        slots = ((tensor, self._next_slot()) for tensor in arguments)
-        given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
+    def opaque(self, *arguments: torch.Tensor) -> Iterator[Callable[..., None]]:
+        """Call an opaque module, which keeps all that it saves but for arguments and results that have a slot.
+
+        What it gives is to be told the results that may have one.
+        """
+        given = self._with_slots(arguments)
+        kept_whole: list[Packed] = []
 
         @in_parts
         def pack(tensor: torch.Tensor) -> Any:
-            storage = storage_of(tensor)
-            argument = given.get(id_of_storage(storage)) if storage is not None else None
-            return kept(tensor) if argument is None or not argument.is_like(tensor) else argument.save(tensor)
+            argument = _of_storage(given, tensor)
+            if argument is not None and argument.is_like(tensor):
+                return argument.save(tensor)
+            kept_whole.append(Packed(kept(tensor)))
+            return kept_whole[-1]
+
+        def made(*results: torch.Tensor) -> None:
+            own = self._with_slots(results)
+            for packed in kept_whole:
+                tensor = packed.pair[0]
+                argument = _of_storage(own, tensor)
+                if argument is not None and argument.is_like(tensor):
+                    packed.pair = argument.save(tensor).pair
+            for argument in own.values():
+                argument.tensor = None
 
         try:
             with saved_tensors_hooks(pack, unpack):
-                yield
+                yield made
         finally:
+            kept_whole.clear()
             for argument in given.values():
                 argument.tensor = None
+
+    def _with_slots(self, tensors: Sequence[torch.Tensor]) -> dict[int, Argument]:
+        """By storage, those of the tensors, which have the next slots, that do not stay in memory."""
+        slots = ((tensor, self._next_slot()) for tensor in tensors)
+        return {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
     def call(
         self,
@@ -352,3 +385,9 @@ class Frame:
             f"part {self.code.number} of the plan saved {what} for its backward than when the model was optimized: its "
             "kernels differ from those seen then; call ogc.optimize again under the present settings"
         )
+
+
+def _of_storage(known: Mapping[int, Argument], tensor: torch.Tensor) -> Argument | None:
+    """The argument in whose storage a tensor lies."""
+    storage = storage_of(tensor)
+    return None if storage is None else known.get(id_of_storage(storage))

@@ -217,8 +217,7 @@ class _ForwardWriter:
             lines = [self._repeated(t, number)]
         elif isinstance(node.target, OpaqueCall):
             if number:
-                saved = [self.layout.saved_node(saved).name for saved in self.layout.saves[t]]
-                lines = [f"with frame_{number}.opaque({', '.join(saved)}):", f"    {lines[0]}"]
+                lines = self._within_frame(t, number, lines[0])
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
         if not number and any(saved.unneeded for saved in self.layout.saves[t]):
             lines[-1] = f"with saved_tensors_hooks(dropped, unpack): {lines[-1]}"
@@ -226,6 +225,18 @@ class _ForwardWriter:
             lines = [f"step.remember_random({t})", *lines, f"step.remember_drawn({t}, {node.name})"]
         lines[-1] += freed
         return lines
+
+    def _within_frame(self, t: int, number: int, call: str) -> list[str]:
+        """The statements that call an opaque module whose run does not call it again."""
+        node = self.layout.operations[t]
+        saves = [(saved, saved.tensor) for saved in self.layout.saves[t] if saved.tensor is not None]
+        given = [self.layout.saved_node(saved).name for saved, ref in saves if ref.node != node.name]
+        is_one = len(cast(OpaqueCall, node.target).new) == 1
+        made = [node.name if is_one else f"{node.name}[{ref.index}]" for _, ref in saves if ref.node == node.name]
+        head = f"with frame_{number}.opaque({', '.join(given)})"
+        if not made:
+            return [f"{head}:", f"    {call}"]
+        return [f"{head} as made:", f"    {call}", f"    made({', '.join(made)})"]
 
     def _repeated(self, t: int, number: int) -> str:
         """The statement that calls an opaque module which the run recomputes."""

@@ -19,7 +19,7 @@ from ..errors import ReplayError
 from ..program.opaque import OpaqueCall
 from ..program.program import storage_of
 from ..program.tensors import Start, anchor, is_content, parts_of
-from ..torch_state.compare import fingerprint
+from ..torch_state.compare import fingerprint, same_bits
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, maker_of, untraced, version_of
 
 SMALL = 1 << 14
@@ -53,7 +53,7 @@ class Bound:
 
     def is_written(self) -> bool:
         """Whether it was seen to be written past autograd."""
-        return self.sample is not None and not torch.equal(_sample(self.tensor.detach()), self.sample)
+        return self.sample is not None and not same_bits(_sample(self.tensor.detach()), self.sample)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def in_parts(pack: Pack) -> Pack:
 
 
 class Argument:
-    """The slot of a tensor that an opaque module was given and saved, any number of times."""
+    """The slot of a tensor that an opaque module was given or returned and saved, any number of times."""
 
     def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
         self.frame = frame

@@ -55,8 +55,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    in_memory = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    flat = tensor.permute(in_memory).contiguous().view(-1)
+    flat = _as_it_lies(tensor)
     each = 8 // flat.element_size()
     whole = flat[: len(flat) // each * each]
     words = (whole.clone() if whole.storage_offset() % each else whole).view(torch.int64)
@@ -65,6 +64,11 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     odd = flat[len(whole) :].view(_INTEGERS[flat.element_size()]).to(torch.int64)
     sums = torch.cat([square.sum(0), square.sum(1), rest, odd])
     return (sums * (torch.arange(1, len(sums) + 1, device=sums.device) * _FACTOR)).sum()
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """The entries as a vector in the order of memory, which takes no copy unless there are gaps."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: weights of different entries differ in all bits
@@ -108,7 +112,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     found = 0
     for tensor in tensors:
         if tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.numel():
-            entries = tensor.detach().reshape(-1)
+            entries = _as_it_lies(tensor.detach())
             for part in (entries[:LOOKED_AT], entries[-LOOKED_AT:]):
                 found = crc32(part.contiguous().view(torch.uint8).numpy().data, found)
     return found

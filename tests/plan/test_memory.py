@@ -1,5 +1,7 @@
 """Small modules in which each byte counts: what is simulated, the allocator gives."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from helpers import Function, assert_same_training, loss_of, measured_peak
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
+from ogc.plan.decisions import cut_into_segments
 from ogc.torch_state.allocator import peak_bytes
 
 
@@ -228,6 +231,21 @@ class KeepsArgumentsAside(KeepsAside):
         return gradient * ctx.y, gradient * ctx.x
 
 
+class KeepsResultAside(KeepsAside):
+    """The same of its result, and of what its gradient is computed from."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        result = (x * y).tanh()
+        ctx.x, ctx.y, ctx.z = x.cos(), y.cos(), result.detach()
+        return result
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient * (1 - ctx.z * ctx.z)
+        return gradient * ctx.y, gradient * ctx.x
+
+
 class Custom(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -238,12 +256,41 @@ class Custom(nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("function", [KeepsAside, KeepsArgumentsAside])
+@pytest.mark.parametrize("function", [KeepsAside, KeepsArgumentsAside, KeepsResultAside])
 def test_what_a_custom_function_keeps_past_autograd_counts(function):
     torch.manual_seed(0)
     model, inputs = nn.Sequential(*(Custom(function) for _ in range(4))), (torch.randn(256, 64),)
     assert_as_simulated(model, inputs, shares=())
     assert_same_training(model, ogc.optimize(model, inputs, memory_budget="least"), inputs)
+
+
+class WritesWhatIsKeptAside(nn.Module):
+    """In place, after a custom function has kept it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        y = KeepsArgumentsAside.apply(hidden, x)
+        hidden.relu_()
+        return self.last(hidden).tanh() + 0.01 * y
+
+
+def test_what_a_custom_function_keeps_past_autograd_is_written_where_the_model_writes_it():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(WritesWhatIsKeptAside() for _ in range(3))), (0.1 * torch.randn(64, 64),)
+    graph = ogc.parse(model, inputs, loss=loss_of, holds_outputs=False)
+    written = [v for v, name in enumerate(value.name for value in graph.values) if name.startswith("relu")]
+    written += [v for op in graph.operations if op.target == "aten.relu_.default" for v in op.writes]
+    segments = cut_into_segments(graph.cuts, [False] + [True] * (len(graph.cuts) - 3) + [False])
+    with suppress(ogc.PlanError):  # as the custom function must not run twice
+        plan = ogc.make_plan(graph, segments, recomputed_values=written)
+        assert_same_training(model, ogc.apply(model, graph, plan), inputs)
+    assert not any(op.takes_over is not None for op in graph.operations)
+    for share in (0.9, 0.8):
+        assert_same_training(model, ogc.optimize(model, inputs, memory_budget=share), inputs)
 
 
 class Gathered(nn.Module):

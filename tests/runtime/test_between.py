@@ -103,6 +103,14 @@ def test_a_large_weight_that_is_written_unseen_is_an_error(write):
         gradients(optimised, x, lambda one: [write(one, f"layers.{n}.weight") for n in (0, 3, 6, 9)])
 
 
+def test_a_weight_that_is_not_a_number_was_not_written():
+    model, x = Layers(width=96), torch.randn(8, 96)
+    with torch.no_grad():
+        model.layers[3].weight.fill_(float("nan"))
+    forced(model, x)(x).sum().backward()
+    assert model.layers[3].weight.grad.isnan().all()
+
+
 def test_two_forwards_before_a_backward():
     model, x = Layers(), torch.randn(8, 16)
     optimised = forced(copy.deepcopy(model), x)

@@ -130,7 +130,7 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
     held: dict[int, int] = {}
     kept = observation.output_values.union(*(record.saved.values for record in records))
     tails = []
-    aside = {observation.storages[ref] for record in records for ref in record.aside}  # which counts where it is held
+    aside = {observation.storages[ref] for record in records for ref in record.aside}  # which autograd's graph holds
     for record in records:
         value, alive = observation.storages.get(TensorRef(record.node.name, 0)), record.node.meta.get(ALIVE)
         if value is None or alive is None or value in aside:

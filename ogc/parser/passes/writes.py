@@ -171,6 +171,8 @@ def _only_the_chain(
     """Whether nobody sees an older content through a name that outlives it, or a view of it."""
     records = observation.records
     chain = [TensorRef(records[t].node.name, 0) for t in writers]
+    if any(observation.storages.get(ref) == value for t in users for ref in records[t].aside):
+        return False
     for t in users:
         made = (observation.storages.get(output.ref) for output in records[t].outputs)
         if t < writers[-1] and t not in writers and value in made:

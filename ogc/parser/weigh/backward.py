@@ -127,7 +127,11 @@ def gradient_bytes(
     ``.grad`` where there was none.
     """
     engine = _Engine(operations, returned, gradients)
-    found = [engine.run(op) for op in reversed(operations)][::-1]
+    found = []
+    for op in reversed(operations):
+        found.append(engine.run(op))
+        engine.live += op.weights.aside_bytes
+    found.reverse()
     return found, sum(engine.bytes[storage] for storage in engine.left)
 
 

@@ -13,10 +13,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
-from ...program.opaque import OpaqueCall
+from ...program.opaque import Aside, OpaqueCall
 from ...program.program import has_backward, storage_bytes, storage_of, tensor_leaves
 from ...program.tensors import ByStorage, Layout, contents, made_copies
-from ...torch_state.allocator import allocated_bytes, marked_bytes
+from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import cut_history, members_put_back
 from ...torch_state.private import pytree, storage_id, untraced
@@ -258,19 +258,33 @@ def leaf_nodes(root: torch.Tensor) -> set[Any]:
     return {node for node in nodes if hasattr(node, "variable")}
 
 
-def held_aside(opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor]) -> list[int]:
-    """The numbers of given tensors that a call holds on to beside what it tells autograd to save.
+def held_aside(
+    opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device
+) -> tuple[Aside, int]:
+    """What a call holds on to beside what it tells autograd to save, and the bytes of other tensors that it so holds.
 
-    A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
-    count. The model may be changed by the call.
+    A custom function may keep them in attributes of its context. The model may be changed by the call.
     """
-    inputs = made_copies(given)  # as the graph holds what is an opaque module of autograd
-    references = [(n, weakref.ref(storage)) for n, storage in enumerate(map(storage_of, inputs)) if storage is not None]
-    with torch.enable_grad(), saved_until_done():
-        results = tensor_leaves(opaque(module, inputs))
-    inputs.clear()
-    returned = {storage_of(t) for t in results}
-    return [n for n, reference in references if (storage := reference()) is not None and storage not in returned]
+    references: list[dict[int, weakref.ref[torch.UntypedStorage]]] = []
+    graph: list[Any] = []
+
+    def call() -> None:
+        inputs = made_copies(given)  # as the graph holds what is an opaque module of autograd
+        with torch.enable_grad(), saved_until_done():
+            results = tensor_leaves(opaque(module, inputs))
+        for tensors in (inputs, results):
+            storages = enumerate(map(storage_of, tensors))
+            references.append({n: weakref.ref(storage) for n, storage in storages if storage is not None})
+        graph.extend(t.grad_fn for t in results)  # which holds what is aside
+
+    held = 0
+    if can_measure(home):
+        _, held = allocated_bytes(call, home)
+    else:
+        call()
+    given_aside, made_aside = ([n for n, one in each.items() if one() is not None] for each in references)
+    known = {one() for each in references for one in each.values()} - {None}
+    return Aside(tuple(given_aside), tuple(made_aside)), max(0, held - sum(one.nbytes() for one in known if one))
 
 
 def own_argument(leaf: Any, copied: bool) -> Any:

@@ -249,10 +249,12 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         forward = _reading(call, seconds, call.forward)
         call.prepare()
         peak, compared, held = _peaks(call, home, forward)
+        internal = max(0, held - call.own_bytes())
         weights = Weights(
             scratch_bytes=max(0, peak - held, compared - held),
             plain_scratch_bytes=max(0, peak - held),
-            internal_bytes=max(0, held - call.own_bytes()) + _bytes_aside(record, call),
+            internal_bytes=internal,
+            aside_bytes=min(internal, _note_aside(record, call, home)),
             forward_seconds=measurer.seconds(call.forward, call.prepare) if measurer else forward.seconds,
             forward_flops=forward.flops,
         )
@@ -300,12 +302,14 @@ def _peaks(call: CallOfOpaque, home: torch.device, forward: Reading) -> tuple[in
     return peak, compared, held
 
 
-def _bytes_aside(record: Record, call: CallOfOpaque) -> int:
-    """Bytes of the program's values that a module holds on to beside what it saves, which are noted in the record."""
-    numbers = [] if record.in_place else held_aside(call.opaque, call.module, call.leaves)
-    held = [(ref, call.leaves[n]) for n in numbers if (ref := record.arguments[n].value) is not None]
-    record.aside = [ref for ref, _ in held]
-    return storage_bytes(tensor for _, tensor in held)
+def _note_aside(record: Record, call: CallOfOpaque, home: torch.device) -> int:
+    """Note which of the program's values a call holds past autograd; the bytes of others that it so holds."""
+    opaque = call.opaque
+    if record.in_place or opaque.takes_no_hooks:  # of the latter, autograd knows, but no hook
+        return 0
+    aside, others = held_aside(opaque, call.module, call.leaves, home)
+    record.node.target = replace(opaque, aside=aside)
+    return others
 
 
 class _TimedCall(Call):

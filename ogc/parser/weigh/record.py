@@ -84,13 +84,21 @@ class Record:
     variant: SeenVariant | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
-    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds without telling autograd
     relaid: Relaid | None = None  # weighs its backward for gradients of other layouts
 
     @property
     def in_place(self) -> bool:
         """Whether it writes what it was given."""
         return bool(self.externals.writes) or any(value in self.reads for value in self.writes)
+
+    @property
+    def aside(self) -> list[TensorRef]:
+        """What of the program it holds without telling autograd."""
+        target = self.node.target
+        if not isinstance(target, OpaqueCall):
+            return []
+        given = (self.arguments[n].value for n in target.aside.given)
+        return [*filter(None, given), *(TensorRef(self.node.name, n) for n in target.aside.made)]
 
     def take_saves(self, storages: dict[TensorRef, int]) -> None:
         """Save what its weights say that it saves on another device, if they do."""
@@ -119,6 +127,16 @@ class Record:
         is_start = of(self.node.target).begins_graph
         found = Backward(tuple(self.outputs), tuple(self.arguments), weights, copies_strided, is_start, relaid=relaid)
         return found if self.rebase is None else found.through_base(self.rebase)
+
+
+def named_results(node: torch.fx.Node) -> list[int]:
+    """The numbers of those results of an opaque module that the program has a name for and that are no views."""
+    assert isinstance(node.target, OpaqueCall)
+    if node.target.view is not None or not node.target.new:
+        return []
+    if len(node.target.new) == 1:
+        return [0]
+    return sorted({user.args[1] for user in node.users if user.target is operator.getitem})  # type: ignore[misc]
 
 
 def saved_at(record: Record, places: Sequence[Place | None]) -> tuple[Saved, ...]:
@@ -422,10 +440,12 @@ class _Memory:
                 internal.add(key)
                 saves.internal_bytes += tensor.untyped_storage().nbytes()
         if isinstance(record.node.target, OpaqueCall):
-            # One slot for each argument that it saves in whatever way; the rest stays with it.
+            # One slot for each argument and result that it saves in whatever way; the rest stays with it.
             refs = [argument.value for argument in reversed(record.arguments) if argument.value is not None]
-            given = {self.result.storages[ref]: Saved(ref) for ref in refs}
+            made = [TensorRef(record.node.name, n) for n in named_results(record.node)]
+            given, own = ({self.result.storages.get(ref): Saved(ref) for ref in each} for each in (refs, made))
             saves.tensors = [given[value] for value in saves.values if value in given]
+            saves.tensors += [own[value] for value in saves.values if value in own and value not in given]
 
 
 def _add(numbers: list[int], number: int) -> None:
