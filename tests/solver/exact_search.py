@@ -2,8 +2,8 @@
 
 A state is how many steps of the forward and backward are done and what is held; dropping anything and running any
 operation lead to other states. The least time is a shortest path, the least peak a bottleneck one (Dijkstra, "A note
-on two problems in connexion with graphs", 1959, with max in place of +). Operations run again in any order, any number of times.
-Exponential in what can be held.
+on two problems in connexion with graphs", 1959, with max in place of +). Operations run again in any order, any number
+of times. Exponential in what can be held.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def searched_seconds(graph: Graph, budget: int, in_forward: bool = True) -> floa
 
 
 Price = Callable[[float, int, float], float | None]
-"""Of a way so far, by the price until then, and the bytes and recomputed seconds of one more step; None: not allowed."""
+"""Of a way so far, by the price before, and the bytes and recomputed seconds of one more step; None: not allowed."""
 
 
 def _searched(graph: Graph, in_forward: bool, price: Price) -> float | None:

@@ -1,5 +1,7 @@
 """Small modules whose graphs have up to 30 operations, so that their exact optima are known."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -31,7 +33,7 @@ def multilayer():
 
 def hourglass():
     widths = (256, 128, 64, 16, 64, 128, 256)
-    layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers), torch.randn(128, 256)
 
 
@@ -231,7 +233,8 @@ def depthwise():
 MODULES = {
     make.__name__: make
     for make in (
-        multilayer, hourglass, convolutions, basic_block, residual, bottleneck, inverted_residual, inception, dense_block,
-        squeeze_excite, u_net, attention, encoder_layer, gated, mixer, recurrent, highway, two_heads, depthwise,
+        multilayer, hourglass, convolutions, basic_block, residual, bottleneck, inverted_residual, inception,
+        dense_block, squeeze_excite, u_net, attention, encoder_layer, gated, mixer, recurrent, highway, two_heads,
+        depthwise,
     )
 }  # fmt: skip

@@ -7,13 +7,14 @@ from functools import cache
 
 import pytest
 import torch
-from exact import Step, best_schedule, following, least_peak, least_seconds, offered, replay, seconds_of, steps_of
+from exact import Step, following, least_peak, least_seconds, offered, replay, seconds_of, steps_of
 from exact_search import searched_peak, searched_seconds
 from helpers import chain, random_decisions, random_graph, random_plans, random_tree
 from small_modules import MODULES
 from torch import nn
 
 import ogc
+from ogc.plan.bounds import Bounds
 from ogc.plan.simulate import lower_bound, simulate
 
 
@@ -102,8 +103,30 @@ def test_the_program_agrees_with_a_search_over_more_states(seed, in_forward):
     check_against_the_search(seed, in_forward)
 
 
+def check_bounds(seed):
+    """No schedule of all is better than what is proven of plans."""
+    graph = random_graph(seed, most=11)
+    bounds, least = Bounds(graph), least_peak(graph)
+    assert bounds.least_bytes() <= least
+    for budget in (least, least + 4, least + 20):
+        seconds = least_seconds(graph, budget)
+        assert bounds.least_seconds(budget) <= seconds * (1 + 1e-6)
+        assert bounds.least_bytes(seconds) <= budget
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_are_below_the_optimum(seed):
+    check_bounds(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12, 200))
+def test_bounds_of_more_graphs_are_below_the_optimum(seed):
+    check_bounds(seed)
+
+
 def check_plans_are_schedules(seed):
-    """The peak of a schedule is less than that of its plan where this holds a value twice, or makes what nobody needs."""
+    """The peak of the schedule is the lesser one where the plan holds a value twice, or makes what nobody needs."""
     graph, rng = random_graph(seed, most=16), random.Random(seed)
     for decide in (random_tree, random_decisions):
         for plan in random_plans(graph, rng, 2, decide):
