@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from .simulate import lower_bound, plain_peak, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .bounds import Gap
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,28 @@ class Plan:
         """Recomputed floating-point operations over those of the plain step."""
         return self.recomputed_flops / self.step_flops if self.step_flops else 0.0
 
-    @property
-    def gap(self) -> float:
-        """How far the peak is above the lower bound, as a share of the bound."""
-        return self.peak_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
+    @cached_property
+    def gap(self) -> Gap:
+        """How far it may be from the best plan: in ``bytes`` from the best as fast, in ``time`` from the best as small.
+
+        What was asked for counts: the budget where there was one, else the plan's own peak, and so with time. Shares;
+        ``overhead`` is that of the added time alone. Linear programs prove it when it is first asked for, in seconds;
+        the plan prints it from then on.
+
+        Raises:
+            DependencyError: scipy is not installed.
+            PlanError: the plan has no graph.
+        """
+        from .bounds import Bounds, Gap
+
+        bounds, asked = Bounds(self._known_graph), (self.max_overhead or 0.0) * self.step_seconds
+        return Gap(
+            self.peak_bytes,
+            self.added_seconds,
+            bounds.least_bytes(max(self.added_seconds, asked)),
+            bounds.least_seconds(max(self.peak_bytes, self.budget_bytes or 0)),
+            self.step_seconds,
+        )
 
     def memory(
         self,
@@ -198,7 +219,9 @@ class Plan:
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "graph": self.graph and self.graph.without_program()}
+        state = {**vars(self), "graph": self.graph and self.graph.without_program()}
+        state.pop("gap", None)
+        return state
 
     def __str__(self) -> str:
         parts = (self.recomputed_seconds, self.runtime_seconds)
@@ -221,6 +244,8 @@ class Plan:
             "recomputation {:+.1%}, runtime {:+.1%} time".format(*shares)
             + f"; no plan of any kind below {self.lower_bound / MIB:.1f} MiB; {sum(map(len, blocks))} segments"
         )
+        if "gap" in vars(self):
+            texts.append(str(self.gap))
         return "\n".join(texts)
 
 

@@ -339,11 +339,6 @@ def _moves(effort: int, graph: Graph) -> int:
     return moves if library() is not None else moves // SLOWER
 
 
-def _runs(segments: Sequence[Segment]) -> int:
-    """How many recomputations there are of segments and their parts."""
-    return sum(1 + _runs(segment.parts) for segment in segments if segment.parts)
-
-
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     cost = simulate(graph, least)
     op = graph.operations[cost.peak_event.operation]

@@ -1,15 +1,15 @@
-"""A second exact oracle, for tiny graphs: it checks the mixed-integer program and shares nothing with it.
+"""A second exact oracle, for tiny graphs: it checks the constraint program and shares nothing with it.
 
 A state is how many steps of the forward and backward are done and what is held; dropping anything and running any
-operation lead to other states. The least peak is a bottleneck shortest path (Dijkstra, "A note on two problems in
-connexion with graphs", 1959, with max in place of +). Operations run again in any order, any number of times.
-Exponential in what can be held.
+operation lead to other states. The least time is a shortest path, the least peak a bottleneck one (Dijkstra, "A note
+on two problems in connexion with graphs", 1959, with max in place of +). Operations run again in any order, any number
+of times. Exponential in what can be held.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ogc.graph import Graph
@@ -27,37 +27,53 @@ State = tuple[int, frozenset[Held]]  # steps done, what is held
 
 def searched_peak(graph: Graph, in_forward: bool = True) -> int:
     """The least peak in bytes; without ``in_forward``, of schedules that recompute for the backward alone."""
-    waiting: list[tuple[int, int, State]] = [(0, 0, (0, frozenset()))]
+    found = _searched(graph, in_forward, lambda peak, size, _: max(peak, size))
+    assert found is not None
+    return int(found)
+
+
+def searched_seconds(graph: Graph, budget: int, in_forward: bool = True) -> float | None:
+    """The least time that is recomputed within a budget in bytes; None where nothing fits."""
+    return _searched(graph, in_forward, lambda time, size, more: None if size > budget else time + more)
+
+
+Price = Callable[[float, int, float], float | None]
+"""Of a way so far, by the price before, and the bytes and recomputed seconds of one more step; None: not allowed."""
+
+
+def _searched(graph: Graph, in_forward: bool, price: Price) -> float | None:
+    waiting: list[tuple[float, int, State]] = [(0, 0, (0, frozenset()))]
     seen: set[State] = set()
     pushed = 0
-    while True:
-        peak, _, state = heapq.heappop(waiting)
+    while waiting:
+        so_far, _, state = heapq.heappop(waiting)
         if state[0] == 2 * len(graph):
-            return peak
+            return so_far
         if state in seen:
             continue
         seen.add(state)
-        for size, following in _moves(graph, state, in_forward):
-            if following not in seen:
+        for size, seconds, following in _moves(graph, state, in_forward):
+            if following not in seen and (found := price(so_far, size, seconds)) is not None:
                 pushed += 1
-                heapq.heappush(waiting, (max(peak, size), pushed, following))
+                heapq.heappush(waiting, (found, pushed, following))
+    return None
 
 
-def _moves(graph: Graph, state: State, in_forward: bool) -> Iterator[tuple[int, State]]:
-    """The states that one step leads to, and the bytes alive meanwhile."""
+def _moves(graph: Graph, state: State, in_forward: bool) -> Iterator[tuple[int, float, State]]:
+    """The states that one step leads to, the bytes alive meanwhile, and the seconds recomputed."""
     done, held = state
-    for item in held - _outputs(graph):
-        yield 0, (done, held - {item})
+    for item in held - _staying(graph, done):
+        yield 0, 0, (done, held - {item})
     if done < len(graph):
         again, gradients = done if in_forward else 0, 0
-        yield from _run(graph, done, held, 0, done + 1)
+        yield from ((size, 0, after) for size, after in _run(graph, done, held, 0, done + 1))
     else:
         t = 2 * len(graph) - 1 - done
         again, gradients = t + 1, graph.operations[t].gradient_bytes
-        yield from _backward(graph, t, held, done + 1)
+        yield from ((size, 0, after) for size, after in _backward(graph, t, held, done + 1))
     for t in range(again):
         if graph.operations[t].replayable:
-            yield from _run(graph, t, held, gradients, done)
+            yield from ((s, graph.repeat_seconds[t], after) for s, after in _run(graph, t, held, gradients, done))
 
 
 def _run(graph: Graph, t: int, held: frozenset[Held], gradients: int, done: int) -> Iterator[tuple[int, State]]:
@@ -88,6 +104,13 @@ def _backward(graph: Graph, t: int, held: frozenset[Held], done: int) -> Iterato
         after = held - {item for place, item in enumerate(droppable) if pattern >> place & 1}
         late = _size(graph, after) + op.late_bytes if op.late_bytes else 0
         yield max(early, late), (done, after - internal)
+
+
+def _staying(graph: Graph, done: int) -> set[Held]:
+    """What stays whatever the schedule: outputs, internal tensors that every plan keeps, what the caller still has."""
+    kept = {Held(-1, t) for t, always in enumerate(graph.keeps_internals) if always}
+    returned = {Held(v, graph.last_writes[v]) for v in graph.returned} if done < len(graph) else set()
+    return _outputs(graph) | kept | returned
 
 
 def _outputs(graph: Graph) -> set[Held]:

@@ -65,7 +65,7 @@ def _exact(peak_of: Callable[[Graph], int], graph: Graph, goal: Goal) -> Found:
 ORACLES: dict[str, Oracle] = {
     "every flat plan": every_flat_plan,
     "every tree": every_tree,
-    "mixed-integer program": partial(_exact, lru_cache(maxsize=4)(least_peak)),
+    "constraint program": partial(_exact, lru_cache(maxsize=4)(least_peak)),
     "search over states": partial(_exact, lru_cache(maxsize=4)(searched_peak)),
 }
 

@@ -7,18 +7,26 @@ from functools import cache
 
 import pytest
 import torch
-from exact import Step, least_peak, offered, replay, steps_of
-from exact_search import searched_peak
-from helpers import chain, random_graph, random_plans, random_tree
+from exact import Step, following, least_peak, least_seconds, offered, replay, seconds_of, steps_of
+from exact_search import searched_peak, searched_seconds
+from helpers import chain, random_decisions, random_graph, random_plans, random_tree
+from small_modules import MODULES
 from torch import nn
 
 import ogc
+from ogc.plan.bounds import Bounds
 from ogc.plan.simulate import lower_bound, simulate
 
 
 @cache
 def weighed_graph(seed):
     return random_graph(seed, most=12)
+
+
+@cache
+def small_module(name):
+    torch.manual_seed(0)
+    return ogc.parse(*MODULES[name]()).with_variants(())
 
 
 def seeds_of(count):
@@ -59,17 +67,84 @@ def test_what_a_schedule_holds_by_hand():
 
 
 def test_the_steps_on_offer():
-    steps = [(step.phase, step.operation) for step in offered(chain([1, 1]), passes=1, in_forward=True)]
-    forward, backward = [("forward", 0), ("again", 0), ("forward", 1)], [("backward", 1), ("again", 0), ("backward", 0)]
-    assert steps == [*forward, ("again", 0), ("again", 1), *backward]
+    """Those alone whose results may be of use: of what was run, no backward needs the last."""
+    steps = [(step.phase, step.operation) for step in offered(chain([1, 1, 1]), passes=2, in_forward=True)]
+    zero, zero_and_one = 2 * [("again", 0)], 2 * [("again", 0), ("again", 1)]
+    forward = [("forward", 0), *zero, ("forward", 1), *zero_and_one, ("forward", 2)]
+    assert steps == [*forward, *zero_and_one, ("backward", 2), *zero, ("backward", 1), ("backward", 0)]
+
+
+def test_one_pass_before_each_backward_is_too_few():
+    """Of a block with a skip connection: what was made for one branch is dropped, and made again for the other."""
+    graph = small_module("squeeze_excite")
+    assert least_peak(graph, passes=1, in_forward=False) > 1.05 * least_peak(graph, passes=2, in_forward=False)
+
+
+def check_against_the_search(seed, in_forward):
+    for graph in (random_chain(seed, most=5), random_graph(seed, most=6)):
+        least = least_peak(graph, passes=3, in_forward=in_forward)
+        assert least == searched_peak(graph, in_forward)
+        for budget in (least - 1, least, least + 5, least + 20):
+            wanted = searched_seconds(graph, budget, in_forward)
+            found = least_seconds(graph, budget, passes=3, in_forward=in_forward)
+            assert found == pytest.approx(wanted) if wanted is not None else found is None
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
+    check_against_the_search(seed, in_forward)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("in_forward", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
-    for graph in (random_chain(seed, most=5), random_graph(seed, most=6)):
-        assert least_peak(graph, in_forward=in_forward) == searched_peak(graph, in_forward)
+@pytest.mark.parametrize("seed", range(4, 40))
+def test_the_program_agrees_with_a_search_over_more_states(seed, in_forward):
+    check_against_the_search(seed, in_forward)
+
+
+def check_bounds(seed):
+    """No schedule of all is better than what is proven of plans."""
+    graph = random_graph(seed, most=11)
+    bounds, least = Bounds(graph), least_peak(graph)
+    assert bounds.least_bytes() <= least
+    for budget in (least, least + 4, least + 20):
+        seconds = least_seconds(graph, budget)
+        assert bounds.least_seconds(budget) <= seconds * (1 + 1e-6)
+        assert bounds.least_bytes(seconds) <= budget
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounds_are_below_the_optimum(seed):
+    check_bounds(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12, 200))
+def test_bounds_of_more_graphs_are_below_the_optimum(seed):
+    check_bounds(seed)
+
+
+def check_plans_are_schedules(seed):
+    """The peak of the schedule is the lesser one where the plan holds a value twice, or makes what nobody needs."""
+    graph, rng = random_graph(seed, most=16), random.Random(seed)
+    for decide in (random_tree, random_decisions):
+        for plan in random_plans(graph, rng, 2, decide):
+            steps = list(steps_of(plan.graph.with_variants(plan.low_memory), plan))
+            program = following(graph, steps)
+            assert program.found == replay(graph, steps) <= plan.peak_bytes
+            assert seconds_of(graph, steps) == pytest.approx(plan.recomputed_seconds)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_are_schedules(seed):
+    check_plans_are_schedules(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10, 200))
+def test_more_plans_are_schedules(seed):
+    check_plans_are_schedules(seed)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -133,13 +208,6 @@ def test_half_of_the_plans_are_within_3_percent_of_the_optimum():
 @pytest.mark.slow
 def test_half_of_the_plans_of_more_graphs_are_within_3_percent_of_the_optimum():
     check_gaps(seeds_of(500))
-
-
-@pytest.mark.slow
-def test_a_second_pass_gains_next_to_nothing():
-    gains = [1 - least_peak(weighed_graph(seed), passes=2) / exact(seed, True) for seed in SEEDS if exact(seed, True)]
-    assert sum(gain > 0 for gain in gains) <= 0.02 * len(SEEDS)
-    assert max(gains) < 0.01
 
 
 class Block(nn.Module):

@@ -62,7 +62,7 @@ def test_time_is_bounded_as_asked(solver, peaks):
     assert all(ALL["optimal"](graph, Goal(max_overhead=s)).peak_bytes <= p for s, p in zip(shares, peaks, strict=True))
 
 
-@pytest.mark.parametrize("solver", ["mixed-integer program", "search over states"])
+@pytest.mark.parametrize("solver", ["constraint program", "search over states"])
 def test_exact_schedules_are_not_asked_for_time(solver):
     with pytest.raises(InputError, match="time of an exact schedule"):
         ORACLES[solver](chain([1, 2]), Goal(max_overhead=0.1))
