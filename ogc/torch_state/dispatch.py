@@ -31,8 +31,7 @@ class Call(NamedTuple):
     @property
     def is_cast(self) -> bool:
         """Whether autocast is on and has a rule of its own for the operator."""
-        name = self.operator.name()
-        return any(self.keys.has(key) and has_kernel(name, text) for text, key in AUTOCAST.items())
+        return any(map(self.keys.has, _keys_of_casts(self.operator)))
 
     @property
     def is_composite(self) -> bool:
@@ -48,7 +47,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""
-        with unseen(), in_mode():
+        with unseen(), in_mode() if _modes.value else nullcontext():
             return self.operator(*self.args, **self.kwargs)
 
     def made(self) -> Any:
@@ -62,18 +61,30 @@ class Call(NamedTuple):
         return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
 
 
+@cache
+def _keys_of_casts(operator: OpOverload) -> list[Any]:
+    """The dispatch keys of autocast for which the operator has a rule."""
+    return [key for text, key in AUTOCAST.items() if has_kernel(operator.name(), text)]
+
+
 def complete(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the default values of those that were not given."""
     positional, named = list(args), dict(kwargs)
-    for argument in schema_of(operator).arguments[len(args) :]:
-        given = named.pop(argument.name, argument.default_value)
-        if argument.kwarg_only:
-            named[argument.name] = given
+    for name, is_named, default in _parameters(operator)[len(args) :]:
+        given = named.pop(name, default)
+        if is_named:
+            named[name] = given
         else:
             positional.append(given)
     return tuple(positional), named
+
+
+@cache
+def _parameters(operator: OpOverload) -> list[tuple[str, bool, Any]]:
+    """The arguments of an operator: the name, whether it is given by that alone, the default value."""
+    return [(one.name, one.kwarg_only, one.default_value) for one in schema_of(operator).arguments]
 
 
 _kind: OnThread[type[Call]] = OnThread(Call)
