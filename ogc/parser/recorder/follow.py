@@ -51,7 +51,7 @@ def followed(sample: Sample, known: Traced, wanted: Collection[str]) -> Iterator
     model = sample.model
     if model in writing:
         raise Unlike("the forward writes parameters")
-    observer = Observer(model, running, is_brief=True)
+    observer = Observer(model, running, is_brief=True, known=known.reads)
     with untouched(model):
         try:
             tensors, buffers, draws = sample.copies(), buffers_of(model), python_random_state()

@@ -8,9 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from io import IOBase
+from itertools import chain
 from types import FrameType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -126,10 +127,17 @@ _LARGEST = 100_000
 class Observer:
     """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs.
 
-    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write.
+    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write. It then goes
+    on from what another forward read, if that is ``known``, holds, and changed nothing: the reads are those of both.
     """
 
-    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str, is_brief: bool = False) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        where: Callable[[], str] = str,
+        is_brief: bool = False,
+        known: Reads | None = None,
+    ) -> None:
         self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets outside of opaque modules
@@ -148,12 +156,52 @@ class Observer:
             skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
         self._modules = frozenset(self.owners)
+        self._is_on = self._has_changed = False  # whether it observes; whether the forward was seen to change anything
+        self._known: Reads | None = None  # from which it goes on, and how many reads these are
+        self._count = 0
+        if is_brief and known is not None and known.calls and known.first_changed(model) is None:
+            self._go_on_from(known, known.objects(model))
+
+    def _go_on_from(self, known: Reads, objects: list[Any]) -> None:
+        """Begin where another forward ended, which read ``known`` of these objects."""
+        if len(set(map(id, objects))) < len(objects):
+            return
+        self.functions = CalledFunctions(self._called, lambda: self.opaque is None, known.calls[0])
+        self._known = known
+        owners: list[Owner] = []
+        for (source, names, is_whole), thing in zip(known.owners, objects, strict=True):
+            is_globals = type(thing) is dict and source.parent == FIXED
+            moved = source if source.parent < 0 else source._replace(parent=owners[source.parent].number)
+            owners.append(owner := self._add(thing, moved, is_globals=is_globals))
+            owner.is_open = is_whole and isinstance(thing, type)
+            for name in names if is_globals else ():
+                owner.before.add(thing, name)
+        with self._busy():
+            for owner, (_, names, is_whole) in zip(owners, known.owners, strict=True):
+                if is_whole:
+                    self._read_all(owner)
+                for name in names:
+                    self._name_read(owner, name)
+        self._count = self._reads_until_now()
+        assert self._count == sum(len(names) + is_whole for _, names, is_whole in known.owners)
+        whole = {id(owner.thing) for owner in owners if owner.is_open}
+        for owner in owners:
+            if not isinstance(owner.thing, (dict, type)):
+                self._told_of.update((id(owner.thing), name) for name in owner.names)
+        for number in self._modules:
+            module = self.owners[number].thing
+            if all(id(kind) in whole for kind in _mro(module) if is_followed(kind.__module__)):
+                self._told_of.update((number, name) for name in _members_of(module))
+
+    def _reads_until_now(self) -> int:
+        return sum(len(owner.names) + owner.is_whole for owner in self.owners.values())
 
     def where(self) -> str:
         return self._where() if self.opaque is None else self.opaque
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
+            self._is_on = True
             self._observe_all()
             try:
                 with _observer.set_to(self), self.functions.observed():
@@ -302,7 +350,7 @@ class Observer:
             return
         is_new = id(value) not in self.owners
         owner = self._add(value, source)
-        if is_new:
+        if is_new and self._is_on:
             self._observe(owner)
         if is_whole and (is_new or (self.opaque is None and not owner.is_whole)):
             self._read_all(owner)
@@ -374,6 +422,7 @@ class Observer:
         with self._busy():
             for owner in list(self.owners.values()):
                 for key in owner.before.changed(owner.thing):
+                    self._has_changed = True
                     yield owner.number, key
 
     def _differences(self) -> dict[tuple[int, str], list[Any]]:
@@ -442,7 +491,12 @@ class Observer:
         """What the forward has read, as it is now; with what it has ``written``, unless planned calls write that."""
         for write in written:
             write.note()
-        return reads_of(self.owners, self.effects, self.root)
+        is_settled = not (self._has_changed or self.effects)
+        calls = [self.functions.known] if is_settled else []
+        if self._known is not None and not self.effects and self._reads_until_now() == self._count:
+            self._known.calls[:] = calls or self._known.calls
+            return self._known
+        return replace(reads_of(self.owners, self.effects, self.root), calls=calls)
 
 
 _observer: OnThread[Observer | None] = OnThread(None)
@@ -473,6 +527,14 @@ def _refuse_used_up(thing: Any, name: Callable[[], str]) -> None:
             f"the forward reads {name()}, an iterator ({type(thing).__name__}), which planning would use up, as nobody "
             "can put it back; hand what it gives in as an argument, or optimize submodules that do without"
         )
+
+
+def _members_of(module: torch.nn.Module) -> Iterator[str]:
+    """The names of parameters, buffers and submodules that are looked up nowhere else."""
+    table = vars(module)
+    for name in chain.from_iterable(table[members] for members in MEMBERS if members in table):
+        if name not in table and not any(name in vars(kind) for kind in _mro(module)):
+            yield name
 
 
 _NO_TABLE = (list, tuple, set, frozenset)
