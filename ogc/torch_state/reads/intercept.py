@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+MODULE_CODE = vars(torch.nn.modules.module)
+"""Whatever reads attributes of modules there, calls and finds what these have."""
+
 Told = Callable[[Any, str, FrameType], None]
 """Is given an object, the name of an attribute and who reads or sets it."""
 
@@ -92,8 +95,8 @@ class ObservedClasses:
             return do(self, name, *value)
 
         def telling_of_new(self: Any, name: str) -> Any:
-            if (id(self), name) not in known:
-                told(self, name, frame_of(1))
+            if (id(self), name) not in known and (frame := frame_of(1)).f_globals is not MODULE_CODE:
+                told(self, name, frame)
             return do(self, name)
 
         return telling_of_new if name == "__getattribute__" and isinstance(known, set) else telling
@@ -137,47 +140,40 @@ def _globals_named(code: CodeType) -> frozenset[str]:
 
 _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
-_Table = dict[int, list[weakref.ref[FunctionType]]]
-
-
-class _Functions:
-    """Those that there were when they were last looked for, then in a new table."""
-
-    by_code: _Table = {}  # by its number; they keep it alive  # noqa: RUF012
+_functions: dict[int, list[weakref.ref[FunctionType]]] = {}
+"""By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
 
 
 class KnownCalls(NamedTuple):
     """Calls that were told of. What is kept keeps the numbers of objects from being used again."""
 
-    table: _Table  # in which the functions were found
     seen: frozenset[tuple[Any, ...]]
     codes: dict[int, CodeType]  # of functions that are followed
     others: dict[int, CodeType]
     closures: tuple[Any, ...]  # what the variables in the closures of the functions were
 
 
+_MADE = object()
+"""In the place of its closure: the forward itself makes the function that is called."""
+
+
 class CalledFunctions:
     """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``.
 
-    It does not tell of calls that are ``known``, as long as no other functions may have been met.
+    It does not tell of calls that are ``known``, as those of another forward.
     """
 
     def __init__(
         self, told: Callable[[Called], None], mode: Callable[[], object], known: KnownCalls | None = None
     ) -> None:
         self.told, self.mode = told, mode
-        self._is_sure = self._has_looked = False
-        if known is not None:
-            _forget_those_with_other_codes()
-            self._is_sure = True
-            known = known if known.table is _Functions.by_code else None
-        self._known = frozenset() if known is None else known.seen
+        self._known = frozenset[tuple[Any, ...]]() if known is None else known.seen
         self._seen: set[tuple[Any, ...]] = {*self._known}
-        self._made: set[tuple[Any, ...]] = set()  # of these, calls of what the forward itself made with a closure
-        self._before_look: set[tuple[Any, ...]] = set()  # those that were told of before all functions were looked for
+        self._of_forward: set[tuple[Any, ...]] = set()  # of these, calls of functions that end with the forward
         self._codes: dict[int, CodeType] = {} if known is None else {**known.codes}  # of those that are followed
         self._others: dict[int, CodeType] = {} if known is None else {**known.others}  # which keeps their numbers, too
         self._closures: list[Any] = [] if known is None else [*known.closures]
+        self._is_sure = self._has_looked = False
         self._around: FrameType | None = None  # the frame that calls the forward
 
     @contextmanager
@@ -207,24 +203,30 @@ class CalledFunctions:
             return
         seen_now = frame.f_locals if code.co_argcount or code.co_freevars else {}
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
-        seen: tuple[Any, ...] = id(code), type(first), self.mode()
+        kind = id(code), type(first), self.mode()
         closure = [seen_now.get(name) for name in code.co_freevars]
-        seen += tuple(map(id, closure))
-        if seen not in self._seen and not _is_of_collector(frame):
-            self._codes[id(code)] = code
-            self._seen.add(seen)
-            functions = self._of(code, frame)
-            if functions:
-                self._closures += closure
-            elif closure:
-                self._made.add(seen)
-            self.told(Called(functions, frame.f_globals, _globals_named(code), first))
+        seen: tuple[Any, ...] = *kind, *map(id, closure)
+        if seen in self._seen or (closure and self._is_made_again(kind, frame)) or _is_of_collector(frame):
+            return
+        self._codes[id(code)] = code
+        self._seen.add(seen)
+        functions = self._of(code, frame)
+        self._closures += closure if functions else ()
+        if closure and not functions:
+            self._of_forward.add(seen)
+            if id(code) in self._made_within(frame):
+                self._seen.add((*kind, _MADE))
+        self.told(Called(functions, frame.f_globals, _globals_named(code), first))
+
+    def _is_made_again(self, kind: tuple[Any, ...], frame: FrameType) -> bool:
+        """Whether a call is one of a function that this forward makes, as the known one did."""
+        number, is_known = kind[0], (*kind, _MADE) in self._known
+        return is_known and number not in _functions and number in self._made_within(frame)
 
     @property
     def known(self) -> KnownCalls:
-        """What was told of, but for functions that end with a forward, and where others may have been there since."""
-        seen = frozenset(self._seen - self._made - self._before_look)
-        return KnownCalls(_Functions.by_code, seen, self._codes, self._others, tuple(self._closures))
+        """What was told of, but for the closures of functions that end with the forward."""
+        return KnownCalls(frozenset(self._seen - self._of_forward), self._codes, self._others, tuple(self._closures))
 
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
@@ -235,14 +237,12 @@ class CalledFunctions:
         if self._has_looked or known or id(code) in (made := self._made_within(frame)):
             return known
         self._has_looked = True
-        before, table = _Functions.by_code, _Table()
-        old = {id(function) for found in before.values() for reference in found if (function := reference())}
+        old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
+        _functions.clear()
         for function in _all_functions():
             is_made = id(function.__code__) in made and id(function) not in old
             if not is_made and is_followed(function.__globals__.get("__name__")):
-                table.setdefault(id(function.__code__), []).append(weakref.ref(function))
-        _Functions.by_code = table
-        self._before_look, self._seen = {*self._seen}, self._seen - self._known  # others may have their code
+                _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
         return _known(code, frame)
 
     def _made_within(self, frame: FrameType | None) -> set[int]:
@@ -260,18 +260,18 @@ def is_observer(profiler: Any) -> bool:
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
-    found = (reference() for reference in _Functions.by_code.get(id(code), ()))
+    found = (reference() for reference in _functions.get(id(code), ()))
     alike = [function for function in found if function is not None and function.__code__ is code]
     return [function for function in alike if _has_cells_of(function, frame)]
 
 
 def _forget_those_with_other_codes() -> None:
     """Have all functions be looked for if one has got another's code."""
-    for number, found in _Functions.by_code.items():
+    for number, found in _functions.items():
         for reference in found:
             function = reference()
             if function is not None and id(function.__code__) != number:
-                _Functions.by_code = {}
+                _functions.clear()
                 return
 
 

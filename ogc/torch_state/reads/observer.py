@@ -22,7 +22,7 @@ from ...process import OnThread
 from ..forwards import original_class
 from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
-from .intercept import Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
+from .intercept import MODULE_CODE, Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
 from .objects import (
     ABSENT,
     UNWATCHED,
@@ -118,8 +118,6 @@ def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:
     return needed
 
 
-_MODULE_CODE = vars(torch.nn.modules.module)
-
 _LARGEST = 100_000
 """Items up to which a container is compared; of larger ones, whether they are the same ones."""
 
@@ -191,7 +189,7 @@ class Observer:
         for number in self._modules:
             module = self.owners[number].thing
             if all(id(kind) in whole for kind in _mro(module) if is_followed(kind.__module__)):
-                self._told_of.update((number, name) for name in _members_of(module))
+                self._told_of.update((number, name) for name in ("__class__", *_members_of(module)))
 
     def _reads_until_now(self) -> int:
         return sum(len(owner.names) + owner.is_whole for owner in self.owners.values())
@@ -245,17 +243,18 @@ class Observer:
         if (id(thing), name) in self._told_of and not self.written_in_opaque:
             owner.scope = self.where()
             return
-        if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
+        if frame.f_globals is MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
             return
         with self._busy():
             owner.scope = self.where()
             self._open(owner)
             if name == "__dict__":
                 self._read_all(owner)
-            elif not (name.startswith("__") and name.endswith("__")):
+                return
+            if not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
-                if self.opaque is None:
-                    self._told_of.add((id(thing), name))
+            if self.opaque is None:
+                self._told_of.add((id(thing), name))
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
         owner = self.owners.get(id(thing))
