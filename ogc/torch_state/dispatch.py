@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""
-        with unseen(), in_mode() if _modes.value else nullcontext():
+        with unseen(), in_mode():
             return self.operator(*self.args, **self.kwargs)
 
     def made(self) -> Any:
@@ -148,13 +148,20 @@ def out_of_mode() -> Iterator[None]:
             mode.__enter__()
 
 
-@contextmanager
-def in_mode() -> Iterator[None]:
+def in_mode() -> AbstractContextManager[None]:
     """Run operators in the modes of :func:`run_in` where they are off."""
+    return _entered(_modes.value) if _modes.value else _NOTHING
+
+
+@contextmanager
+def _entered(modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
     with ExitStack() as stack:
-        for mode in _modes.value:
+        for mode in modes:
             stack.enter_context(mode)
         yield
+
+
+_NOTHING = nullcontext()
 
 
 unseen: Callable[[], AbstractContextManager[None]] = not_recording

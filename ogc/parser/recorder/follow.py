@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ...program.program import CONSTANT, OWN, WithoutGrad, leaves_of, tensor_leaves
+from ...program.program import CONSTANT, OWN, WithoutGrad, leaves_of, operator_name, tensor_leaves
 from ...program.structures import TensorSpec
 from ...torch_state.compare import same_bits
-from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
+from ...torch_state.dispatch import Call, complete, dispatched_to, in_mode, unseen
 from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import put_back_as_well, untouched, writing
-from ...torch_state.private import OpOverload, schema_of
+from ...torch_state.private import OpOverload, is_any_autocast_enabled, schema_of
 from ...torch_state.ranks import told_of_collectives
 from ...torch_state.reads import Observer
 from ...torch_state.settings import python_random_state
@@ -31,7 +31,7 @@ from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import running
 from ..forward.patches import CONTENT, seen_as_recorded, wrap
 from ..traced import ON_CONSTANTS, SEEN, Followed, Seen, Traced, Unlike, outline_of
-from .operators import tells_content, usual_name
+from .operators import OPENED, tells_content, usual_name
 from .python_calls import REFUSED
 from .record import buffers_of, refuse_new_buffers
 from .recorder import is_opened, unprofiled
@@ -117,18 +117,32 @@ class _Operator(NamedTuple):
     is_on_constants: bool
     is_mutable: bool
     tells_content: bool
+    may_be_opened: bool  # without autocast
+    rest: dict[int, list[Any]]  # by how many arguments are given, all by position, what the others are
 
     @staticmethod
     @cache
     def of(called: OpOverload) -> _Operator:
-        usual = usual_name(called)
-        return _Operator(usual, usual in ON_CONSTANTS, schema_of(usual).is_mutable, tells_content(usual))
+        usual, schema = usual_name(called), schema_of(usual_name(called))
+        is_opened = operator_name(called) in OPENED
+        return _Operator(usual, usual in ON_CONSTANTS, schema.is_mutable, tells_content(usual), is_opened, {})
+
+    def leaves(self, call: Call) -> list[Any]:
+        """What a call takes, flat, with the default values of what it is not given."""
+        if call.kwargs:
+            return leaves_of(*complete(self.usual, call.args, call.kwargs))
+        given = len(call.args)
+        if given not in self.rest:
+            args, kwargs = complete(self.usual, call.args, {})
+            self.rest[given] = leaves_of(args[given:], kwargs)
+        return leaves_of(call.args) + self.rest[given]
 
 
 class _Known(NamedTuple):
     """What a recorded call takes and does, to compare with."""
 
     leaves: list[Any]
+    numbers: list[Any]  # the same without nodes
     outline: Any
     kinds: Any
 
@@ -136,7 +150,8 @@ class _Known(NamedTuple):
     def of(node: torch.fx.Node) -> _Known:
         seen: Seen | None = node.meta.get(SEEN)
         memory = (None, None) if seen is None else (seen.outline, seen.kinds)
-        return _Known(leaves_of(node.args, node.kwargs), *memory)
+        leaves = leaves_of(node.args, node.kwargs)
+        return _Known(leaves, [None if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves], *memory)
 
 
 _KNOWN = "known"
@@ -170,22 +185,24 @@ class _Follower:
         return unprofiled(self._call, call)
 
     def _call(self, call: Call) -> Any:
-        if is_opened(call):
-            return call.open()
         operator = _Operator.of(call.operator)
+        if (operator.may_be_opened or is_any_autocast_enabled()) and is_opened(call):
+            return call.open()
         with unseen():
-            args, kwargs = complete(operator.usual, call.args, call.kwargs)
-            taken = leaves_of(args, kwargs)
+            taken = operator.leaves(call)
             tensors = [leaf for leaf in taken if isinstance(leaf, torch.Tensor)]
             is_off = not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             is_new = operator.is_on_constants and self.nodes.of(tensors[0]) is None
             self.saved.clear()
-            result = Call(operator.usual, call.args, call.kwargs, call.keys).run()
+            with in_mode():
+                result = operator.usual(*call.args, **call.kwargs)
             results = [result] if isinstance(result, torch.Tensor) else tensor_leaves(result)
             is_number = result is not None and not results
             if is_new or (is_number and not (tensors and operator.tells_content)):
                 return result
-            is_changed = is_off and (operator.is_mutable or any(t.is_floating_point() or t.is_complex() for t in results))
+            is_changed = is_off and (
+                operator.is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
+            )
             node = self._next(WithoutGrad(operator.usual) if is_changed else operator.usual)
             known = node.meta.get(_KNOWN)
             if known is None:
@@ -200,21 +217,23 @@ class _Follower:
         """Note what a call takes, if the program takes the same up to numbers."""
         if len(known.leaves) != len(taken):
             self.refuse(f"{node.name} takes other arguments")
-        self.found.taken[node.name] = found = []
         of, has_others = self.nodes.of, False
         for mine, other in zip(known.leaves, taken, strict=True):
             kind = type(mine)
             if kind is torch.fx.Node:
-                is_same, other = of(other) is mine or (isinstance(other, torch.Tensor) and self._is(other, mine)), None
+                is_same = of(other) is mine or (isinstance(other, torch.Tensor) and self._is(other, mine))
+            elif mine is other:
+                continue
             elif kind is int or kind is float:
                 is_same = kind is type(other)
-                has_others |= mine is not other and repr(mine) != repr(other)
+                has_others |= repr(mine) != repr(other)
             else:
                 is_same = kind is type(other) and bool(mine == other)
             if not is_same:
                 self.refuse(f"{node.name} takes something else")
-            found.append(other)
+        self.found.taken[node.name] = known.numbers
         if has_others:
+            self.found.taken[node.name] = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in taken]
             self.found.changed.append(node.name)
 
     def _compare_memory(
@@ -228,7 +247,7 @@ class _Follower:
         """Compare what a call saves and shares, up to sizes; where it may write, also which given tensors are alike."""
         try:
             views, saves = memory_seen_of(given, results, self.saved)
-            sizes = [outline_of(tuple(tensor.shape), tensor.stride()) for tensor in given]
+            sizes = [outline_of(tensor.shape, tensor.stride()) for tensor in given]
         except (NotImplementedError, RuntimeError):
             self.refuse(f"{node.name} is given or makes what has no memory of its own")
         is_like = known.outline == (sizes, views, [save and (save[0], save[1] is None) for save in saves])

@@ -370,7 +370,9 @@ class Held:
             elif type(thing) is list:
                 self.lists.append(thing)
             else:
-                self.others.append((thing, Before(thing, no_attributes(thing) if isinstance(thing, torch.nn.Module) else ())))
+                self.others.append(
+                    (thing, Before(thing, no_attributes(thing) if isinstance(thing, torch.nn.Module) else ()))
+                )
         self.copies = [dict(table) for _, table, _ in self.tables], list(map(list, self.lists))
         self.sizes, self.flat = self._sizes(), list(self._items())
 
