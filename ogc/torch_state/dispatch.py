@@ -26,7 +26,7 @@ class Call(NamedTuple):
     operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    keys: Any  # of the dispatcher, without ours
+    keys: Any  # of the dispatcher
 
     @property
     def is_cast(self) -> bool:
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         """The result; each operator that this one is made of is handed to the handler in its turn."""
         if self.takes_numbers:  # which redispatch does not take
             return self.run()
-        return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
+        return self.operator.redispatch(self.keys.remove(RECORDING), *self.args, **self.kwargs)
 
 
 @cache
@@ -176,6 +176,6 @@ def _install() -> torch.library.Library:
 
 
 def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    call = _kind.value(operator, args, kwargs, keys.remove(RECORDING))
+    call = _kind.value(operator, args, kwargs, keys)
     handler = _handler.value
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside

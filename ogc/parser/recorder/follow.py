@@ -200,15 +200,13 @@ class _Follower:
             is_number = result is not None and not results
             if is_new or (is_number and not (tensors and operator.tells_content)):
                 return result
-            is_changed = is_off and (
-                operator.is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
-            )
-            node = self._next(WithoutGrad(operator.usual) if is_changed else operator.usual)
+            acts = operator.is_mutable or (is_off and any(t.is_floating_point() or t.is_complex() for t in results))
+            node = self._next(WithoutGrad(operator.usual) if is_off and acts else operator.usual)
             known = node.meta.get(_KNOWN)
             if known is None:
                 known = node.meta[_KNOWN] = _Known.of(node)
             self._compare(node, known, taken)
-            self._compare_memory(node, known, tensors, results, operator.is_mutable or is_changed)
+            self._compare_memory(node, known, tensors, results, acts)
             self._note_result(node, result)
             self.saved.clear()
         return result

@@ -362,13 +362,18 @@ class Held:
 
     def __init__(self, things: Iterable[Any]) -> None:
         self.tables, self.lists, self.others = list[Any](), list[Any](), list[tuple[Any, Before]]()
+        self.empty: list[Any] = []  # tables, as most are
         for thing in {id(thing): thing for thing in things}.values():
-            if isinstance(thing, torch.nn.Module) and not slots_of(type(thing)):
-                self.tables.append((thing, vars(thing), no_attributes(thing)))
-            elif type(thing) is dict or (type(thing) is OrderedDict and not vars(thing)):
-                self.tables.append((thing, thing, ()))
-            elif type(thing) is list:
+            kind = type(thing)
+            if kind is dict or (kind is OrderedDict and not vars(thing)):
+                if thing:
+                    self.tables.append((thing, thing, ()))
+                else:
+                    self.empty.append(thing)
+            elif kind is list:
                 self.lists.append(thing)
+            elif isinstance(thing, torch.nn.Module) and not slots_of(kind):
+                self.tables.append((thing, vars(thing), no_attributes(thing)))
             else:
                 self.others.append(
                     (thing, Before(thing, no_attributes(thing) if isinstance(thing, torch.nn.Module) else ()))
@@ -387,6 +392,8 @@ class Held:
     def put_back(self) -> None:
         for thing, before in self.others:
             before.put_back(thing)
+        for thing in filter(None, self.empty):
+            thing.clear()
         if self._sizes() == self.sizes and all(map(is_, self._items(), self.flat)):
             return
         tables, lists = self.copies
