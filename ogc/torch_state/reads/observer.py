@@ -35,7 +35,7 @@ from .objects import (
     same_objects,
     value_of,
 )
-from .owners import FIXED, MODULE, OwnerReads, Reads, Source, contents
+from .owners import FIXED, MODULE, Beginning, OwnerReads, Reads, Source, contents
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class Observer:
         for name, module in model.named_modules():
             skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
-        self._modules = frozenset(self.owners)
+        self._modules = dict.fromkeys(self.owners)
         self._is_on = self._has_changed = False  # whether it observes; whether the forward was seen to change anything
         self._known: Reads | None = None  # from which it goes on, and how many reads these are
         self._count = 0
@@ -174,14 +174,30 @@ class Observer:
             owner.is_open = is_whole and isinstance(thing, type)
             for name in names if is_globals else ():
                 owner.before.add(thing, name)
+            owner.names, owner.is_whole = dict.fromkeys(names), is_whole
+        self._count = self._reads_until_now()
+        modules = [self.owners[number].thing for number in self._modules][1:]
+        again = known.begun_at(self.root())
+        if again is None or not same_objects(modules, again.modules):
+            self._meet_again(owners)
+            met = [(owner.thing, owner.source) for owner in self.owners.values()][len(self._modules) + len(owners) :]
+            known.begin_at(self.root(), Beginning(modules, met, frozenset(self._told_of)))
+            return
+        for thing, source in again.met:
+            self._add(thing, source)
+        self._told_of |= again.told_of
+
+    def _meet_again(self, owners: list[Owner]) -> None:
+        """Look at what was read of these, as when it was, and note what need not be told of."""
+        before = [(owner.names, owner.is_whole) for owner in owners]
         with self._busy():
-            for owner, (_, names, is_whole) in zip(owners, known.owners, strict=True):
+            for owner, (names, is_whole) in zip(owners, before, strict=True):
+                owner.names, owner.is_whole = {}, False
                 if is_whole:
                     self._read_all(owner)
                 for name in names:
                     self._name_read(owner, name)
-        self._count = self._reads_until_now()
-        assert self._count == sum(len(names) + is_whole for _, names, is_whole in known.owners)
+        assert before == [(owner.names, owner.is_whole) for owner in owners]
         whole = {id(owner.thing) for owner in owners if owner.is_open}
         for owner in owners:
             if not isinstance(owner.thing, (dict, type)):

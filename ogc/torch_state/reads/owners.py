@@ -66,6 +66,14 @@ class OwnerReads(NamedTuple):
     is_whole: bool  # whether all items count, as of a list
 
 
+class Beginning(NamedTuple):
+    """Where an observer goes on from what a forward read of a model, as long as each value is the same object."""
+
+    modules: list[torch.nn.Module]  # of the model beside itself
+    met: list[tuple[Any, Source]]  # what was found in what was read, and nothing is read of
+    told_of: frozenset[tuple[int, str]]  # objects, by identity, and attributes of theirs that say nothing new
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Reads:
     """What a forward read outside of tensors, and what it wrote.
@@ -120,6 +128,13 @@ class Reads:
             if before != now:
                 return self.name(number, _first_difference(before, now))
         return None
+
+    def begun_at(self, model: torch.nn.Module) -> Beginning | None:
+        """What was noted since :meth:`first_changed` has last looked at the content of a model."""
+        return self._seen[model].beginning
+
+    def begin_at(self, model: torch.nn.Module, beginning: Beginning) -> None:
+        self._seen[model].beginning = beginning
 
     def write(self, model: torch.nn.Module) -> None:
         objects = self.objects(model) if self.effects else []
@@ -195,6 +210,7 @@ class _Seen:
     """
 
     def __init__(self, reads: Reads, objects: Sequence[Any]) -> None:
+        self.beginning: Beginning | None = None
         alike: dict[tuple[str, ...], list[Any]] = {}
         self.absent: list[tuple[Any, str]] = []
         self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
