@@ -38,8 +38,8 @@ OPAQUE = {
 
 def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
     """What ``run`` makes of a call; who observes the forward is not told of all that it does itself."""
-    profiler = sys.getprofile()
-    if profiler is None or not (SETS_PROFILERS_QUICKLY and is_observer(profiler) and call.operator.namespace == "aten"):
+    profiler = sys.getprofile() if SETS_PROFILERS_QUICKLY else None
+    if profiler is None or call.operator.namespace != "aten" or not is_observer(profiler):
         return run(call)
     sys.setprofile(None)  # PyTorch's own operators call no Python
     try:

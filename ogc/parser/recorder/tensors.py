@@ -224,8 +224,7 @@ def memory_seen_of(
     given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]
 ) -> tuple[tuple[int | None, ...], tuple[tuple[tuple[bool, int], Layout | None] | None, ...]]:
     """What a call shares and saves, as in :class:`Seen`; an error where a tensor has no memory of its own."""
-    storages = [storage_id(tensor) for tensor in given]
-    own = [storage_id(tensor) for tensor in results]
+    storages, own = list(map(storage_id, given)), list(map(storage_id, results))
     views = tuple([storages.index(one) if one in storages else None for one in own])
     if not saved:
         return views, ()

@@ -155,6 +155,7 @@ class Observer:
             self._add(module, Source(MODULE, "", name), skipped).scope = name
         self._modules = dict.fromkeys(self.owners)
         self._is_on = self._has_changed = False  # whether it observes; whether the forward was seen to change anything
+        self._is_as_before = False  # whether nothing is other than when it was met
         self._known: Reads | None = None  # from which it goes on, and how many reads these are
         self._count = 0
         if is_brief and known is not None and known.calls and known.first_changed(model) is None:
@@ -215,7 +216,7 @@ class Observer:
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
-            self._is_on = True
+            self._is_on, self._is_as_before = True, False
             self._observe_all()
             try:
                 with _observer.set_to(self), self.functions.observed():
@@ -375,10 +376,14 @@ class Observer:
             self._read_all(owner)
 
     def _observe_all(self) -> None:
+        no_instances = (torch.jit.ScriptModule, type, *((FunctionType,) if self._known is not None else ()))
+        done = set[type]()  # classes of modules that tell
         with self._busy():
             for owner in list(self.owners.values()):
-                if not isinstance(owner.thing, (torch.jit.ScriptModule, type)):
+                if type(owner.thing) not in done and not isinstance(owner.thing, no_instances):
                     self._observe(owner)
+                    if isinstance(owner.thing, torch.nn.Module) and not owner.is_whole:
+                        done.add(type(owner.thing))
 
     def _open(self, owner: Owner) -> None:
         """From now on the data of an object's classes count."""
@@ -435,10 +440,12 @@ class Observer:
 
     def _changed(self) -> Iterator[tuple[int, str]]:
         with self._busy():
+            is_as_before = True
             for owner in list(self.owners.values()):
                 for key in owner.before.changed(owner.thing):
-                    self._has_changed = True
+                    self._has_changed, is_as_before = True, False
                     yield owner.number, key
+            self._is_as_before = is_as_before
 
     def _differences(self) -> dict[tuple[int, str], list[Any]]:
         owners = list(self.owners.values())
@@ -478,6 +485,8 @@ class Observer:
 
     def put_back(self) -> None:
         """Let all that was met hold what it held before; of two that share a table, the first that was met is right."""
+        if self._is_as_before:
+            return
         for owner in reversed(self.owners.values()):
             owner.before.put_back(owner.thing)
 
