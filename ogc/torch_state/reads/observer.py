@@ -159,10 +159,11 @@ class Observer:
         self._known: Reads | None = None  # from which it goes on, and how many reads these are
         self._count = 0
         if is_brief and known is not None and known.calls and known.first_changed(model) is None:
-            self._go_on_from(known, known.objects(model))
+            self._go_on_from(known, model)
 
-    def _go_on_from(self, known: Reads, objects: list[Any]) -> None:
-        """Begin where another forward ended, which read ``known`` of these objects."""
+    def _go_on_from(self, known: Reads, model: torch.nn.Module) -> None:
+        """Begin where another forward of the model ended, which read ``known``."""
+        objects = known.objects(model)
         if len(set(map(id, objects))) < len(objects):
             return
         self.functions = CalledFunctions(self._called, lambda: self.opaque is None, known.calls[0])
@@ -178,11 +179,12 @@ class Observer:
             owner.names, owner.is_whole = dict.fromkeys(names), is_whole
         self._count = self._reads_until_now()
         modules = [self.owners[number].thing for number in self._modules][1:]
-        again = known.begun_at(self.root())
+        again = known.begun_at(model)
         if again is None or not same_objects(modules, again.modules):
+            number = len(self.owners)
             self._meet_again(owners)
-            met = [(owner.thing, owner.source) for owner in self.owners.values()][len(self._modules) + len(owners) :]
-            known.begin_at(self.root(), Beginning(modules, met, frozenset(self._told_of)))
+            met = [(owner.thing, owner.source) for owner in self.owners.values()][number:]
+            known.begin_at(model, Beginning(modules, met, frozenset(self._told_of)))
             return
         for thing, source in again.met:
             self._add(thing, source)
