@@ -180,15 +180,13 @@ class Observer:
         self._count = self._reads_until_now()
         modules = [self.owners[number].thing for number in self._modules][1:]
         again = known.begun_at(model)
-        if again is None or not same_objects(modules, again.modules):
-            number = len(self.owners)
-            self._meet_again(owners)
-            met = [(owner.thing, owner.source) for owner in self.owners.values()][number:]
-            known.begin_at(model, Beginning(modules, met, frozenset(self._told_of)))
+        if again is not None and same_objects(modules, again.modules):
+            self._told_of |= again.told_of
             return
-        for thing, source in again.met:
-            self._add(thing, source)
-        self._told_of |= again.told_of
+        number = len(self.owners)
+        self._meet_again(owners)
+        if len(self.owners) == number:
+            known.begin_at(model, Beginning(modules, frozenset(self._told_of)))
 
     def _meet_again(self, owners: list[Owner]) -> None:
         """Look at what was read of these, as when it was, and note what need not be told of."""

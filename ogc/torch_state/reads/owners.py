@@ -70,7 +70,6 @@ class Beginning(NamedTuple):
     """Where an observer goes on from what a forward read of a model, as long as each value is the same object."""
 
     modules: list[torch.nn.Module]  # of the model beside itself
-    met: list[tuple[Any, Source]]  # what was found in what was read, and nothing is read of
     told_of: frozenset[tuple[int, str]]  # objects, by identity, and attributes of theirs that say nothing new
 
 
