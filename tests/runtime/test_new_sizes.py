@@ -246,7 +246,9 @@ BACK = {
 }
 
 
-@pytest.mark.parametrize("use", CHANGES)
+@pytest.mark.parametrize(
+    "use", [use if use in (by_settings, by_closure) else pytest.param(use, marks=pytest.mark.full) for use in CHANGES]
+)
 def test_what_some_sizes_alone_read_is_a_condition_for_them(use, looks):
     """What all others read is known by then: the same functions, and what was found in what they read."""
     model = Net(use)

@@ -440,12 +440,10 @@ class Observer:
 
     def _changed(self) -> Iterator[tuple[int, str]]:
         with self._busy():
-            is_as_before = True
             for owner in list(self.owners.values()):
                 for key in owner.before.changed(owner.thing):
-                    self._has_changed, is_as_before = True, False
+                    self._has_changed = True
                     yield owner.number, key
-            self._is_as_before = is_as_before
 
     def _differences(self) -> dict[tuple[int, str], list[Any]]:
         owners = list(self.owners.values())
@@ -459,11 +457,12 @@ class Observer:
         return {write.module: self.name(write) for write in found}
 
     def writes(self, opaque: Collection[str] | None) -> list[Write]:
-        """What the forward has changed, but for what these opaque modules change, as they do in each call."""
+        """After it: what the forward has changed, but for what these opaque modules change, as they do in each call."""
         owners, covered = list(self.owners.values()), tuple(f"{name}." for name in opaque or ())
         known = numbers_of([owner.thing for owner in owners])
-        found = []
-        for number, key in self._changed():
+        found, changed = [], list(self._changed())
+        self._is_as_before = not changed
+        for number, key in changed:
             owner, is_of_opaque = owners[number], (number, key) in self.written_in_opaque
             if (is_of_opaque and opaque is not None) or owner.before.is_equal(owner.thing, key, known):
                 continue
@@ -515,7 +514,7 @@ class Observer:
         """What the forward has read, as it is now; with what it has ``written``, unless planned calls write that."""
         for write in written:
             write.note()
-        is_settled = not (self._has_changed or self.effects)
+        is_settled = self._is_as_before and not (self._has_changed or self.effects)
         calls = [self.functions.known] if is_settled else []
         if self._known is not None and not self.effects and self._reads_until_now() == self._count:
             self._known.calls[:] = calls or self._known.calls
