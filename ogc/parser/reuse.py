@@ -28,7 +28,7 @@ from .faithful import follow
 from .loss import modules_of, with_step_end
 from .opaque import OpaqueModules
 from .parse import lower, profiler_of, record_program
-from .passes.numbers import check_memory, guards_along, numbers_of
+from .passes.numbers import check_memory, guards_along, looked_at, numbers_of
 from .traced import Traced, Unlike
 from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
@@ -108,7 +108,7 @@ def reuse_quickly(
     check_tensors(sample)
     with parameters_apart(model):
         try:
-            with follow(sample, known) as (found, observer):
+            with follow(sample, known, looked_at(program)) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
                 expected = Outcome.of(model, found.outputs)
             shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]

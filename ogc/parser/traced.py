@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -57,31 +58,22 @@ class Seen(NamedTuple):
     # differs; None for an internal one
     saves: tuple[tuple[tuple[bool, int], Any] | None, ...]
 
-    def is_like(self, other: Seen, has_kinds: bool) -> bool:
-        """Whether another call does the same to memory, up to sizes; with ``has_kinds``, given tensors of one kind."""
-        return (
-            self.views == other.views
-            and len(self.given) == len(other.given)
-            and len(self.saves) == len(other.saves)
-            and all(map(_alike, self.saves, other.saves))
-            and list(map(_outline, self.given)) == list(map(_outline, other.given))
-            and (not has_kinds or self._kinds() == other._kinds())
-        )
-
-    def _kinds(self) -> list[int]:
+    @property
+    def kinds(self) -> list[int]:
         """For each given tensor, the first of its kind."""
         return list(map(self.given.index, self.given))
 
+    @property
+    def outline(self) -> tuple[Any, ...]:
+        """What a call that does the same to memory has, too, whatever the sizes."""
+        given = [outline_of(spec.shape, spec.stride) for spec in self.given]
+        return given, self.views, [save and (save[0], save[1] is None) for save in self.saves]
 
-def _outline(spec: TensorSpec) -> tuple[Any, ...]:
-    """Which sizes are zero or one, and whether the tensor is dense."""
-    return *(min(size, 2) for size in spec.shape), Layout(spec.shape, spec.stride).is_dense
 
-
-def _alike(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one[0] == other[0] and (one[1] is None) == (other[1] is None)
+@lru_cache(maxsize=10_000)
+def outline_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+    """Which sizes are zero or one, and whether such a tensor is dense."""
+    return *(min(size, 2) for size in shape), Layout(shape, strides).is_dense
 
 
 class FrontEnd(Protocol):
@@ -116,7 +108,8 @@ class Followed:
     """What a forward along a recorded program took, by the names of the nodes, and what came of it."""
 
     taken: dict[str, list[Any]] = field(default_factory=dict)  # what each call takes, in order; None for tensors
-    seen: dict[str, Seen | None] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)  # the calls that take other numbers
+    seen: dict[str, Seen] = field(default_factory=dict)  # of those calls for which it is wanted
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each tensor
     outputs: list[torch.Tensor] = field(default_factory=list)
     output_spec: OutputSpec | None = None

@@ -33,7 +33,7 @@ from ..torch_state.private import (
     parametrizations_are_cached,
     version_of,
 )
-from ..torch_state.reads import WatchedReads
+from ..torch_state.reads import Reads
 from ..torch_state.settings import Flags, flags, flags_held, random_put_back, without_benchmark
 from .calls import Calls, Kind, Report
 from .frame import Step
@@ -88,8 +88,8 @@ class Entry:
     plan: Plan | None = None
     code: Generated | None = None
     is_reused: bool = False  # the plan was made for other sizes or numbers
-    reads: WatchedReads | None = None  # what its program depends on, outside of tensors
-    cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
+    reads: Reads | None = None  # what its program depends on, outside of tensors
+    cold: Reads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
     shared: list[Generated] = field(default_factory=list)  # the code for other sizes, with names for their numbers
 
@@ -486,8 +486,10 @@ def _entry(
 ) -> Entry:
     if plan.is_plain:
         return Entry(kind, words, graph, plan, None, is_reused)
-    reads = WatchedReads(graph.program.reads, model)
-    cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
+    reads, cold = graph.program.reads, graph.program.cold
+    for found in (reads, cold):
+        if found is not None:
+            found.first_changed(model)  # as it is now: later it is compared by identity
     return Entry(kind, words, graph, plan, code or generate(graph, plan), is_reused, reads, cold)
 
 

@@ -26,13 +26,12 @@ class Call(NamedTuple):
     operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    keys: Any  # of the dispatcher, without ours
+    keys: Any  # of the dispatcher
 
     @property
     def is_cast(self) -> bool:
         """Whether autocast is on and has a rule of its own for the operator."""
-        name = self.operator.name()
-        return any(self.keys.has(key) and has_kernel(name, text) for text, key in AUTOCAST.items())
+        return any(map(self.keys.has, _keys_of_casts(self.operator)))
 
     @property
     def is_composite(self) -> bool:
@@ -59,7 +58,13 @@ class Call(NamedTuple):
         """The result; each operator that this one is made of is handed to the handler in its turn."""
         if self.takes_numbers:  # which redispatch does not take
             return self.run()
-        return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
+        return self.operator.redispatch(self.keys.remove(RECORDING), *self.args, **self.kwargs)
+
+
+@cache
+def _keys_of_casts(operator: OpOverload) -> list[Any]:
+    """The dispatch keys of autocast for which the operator has a rule."""
+    return [key for text, key in AUTOCAST.items() if has_kernel(operator.name(), text)]
 
 
 def complete(
@@ -67,13 +72,19 @@ def complete(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the default values of those that were not given."""
     positional, named = list(args), dict(kwargs)
-    for argument in schema_of(operator).arguments[len(args) :]:
-        given = named.pop(argument.name, argument.default_value)
-        if argument.kwarg_only:
-            named[argument.name] = given
+    for name, is_named, default in _parameters(operator)[len(args) :]:
+        given = named.pop(name, default)
+        if is_named:
+            named[name] = given
         else:
             positional.append(given)
     return tuple(positional), named
+
+
+@cache
+def _parameters(operator: OpOverload) -> list[tuple[str, bool, Any]]:
+    """The arguments of an operator: the name, whether it is given by that alone, the default value."""
+    return [(one.name, one.kwarg_only, one.default_value) for one in schema_of(operator).arguments]
 
 
 _kind: OnThread[type[Call]] = OnThread(Call)
@@ -137,13 +148,20 @@ def out_of_mode() -> Iterator[None]:
             mode.__enter__()
 
 
-@contextmanager
-def in_mode() -> Iterator[None]:
+def in_mode() -> AbstractContextManager[None]:
     """Run operators in the modes of :func:`run_in` where they are off."""
+    return _entered(_modes.value) if _modes.value else _NOTHING
+
+
+@contextmanager
+def _entered(modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
     with ExitStack() as stack:
-        for mode in _modes.value:
+        for mode in modes:
             stack.enter_context(mode)
         yield
+
+
+_NOTHING = nullcontext()
 
 
 unseen: Callable[[], AbstractContextManager[None]] = not_recording
@@ -158,6 +176,6 @@ def _install() -> torch.library.Library:
 
 
 def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    call = _kind.value(operator, args, kwargs, keys.remove(RECORDING))
+    call = _kind.value(operator, args, kwargs, keys)
     handler = _handler.value
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside

@@ -14,7 +14,7 @@ import torch
 from ..process import OnThread
 from .compare import identical, same_bits
 from .private import buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
-from .reads.objects import TABLES, Before, held_by
+from .reads.objects import TABLES, Before, Held, held_by
 from .settings import modes_put_back, random_put_back
 
 unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -95,13 +95,12 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
 def members_put_back(modules: Iterable[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
     """Gives modules, when called, the attributes and members that they have now; see :func:`untouched`."""
     tables = [buffers_of(module) for module in modules]
-    held = [] if attributes_stay else [*chain.from_iterable(map(held_by, modules))]
-    held += [(table, Before(table)) for table in tables if isinstance(table, dict)]
+    things = [] if attributes_stay else chain.from_iterable(map(held_by, modules))
+    held = Held([*things, *(table for table in tables if isinstance(table, dict))])
     scripted = [(table, key, item) for table in tables if not isinstance(table, dict) for key, item in table.items()]
 
     def put_back() -> None:
-        for thing, before in held:
-            before.put_back(thing)
+        held.put_back()
         for table, key, item in scripted:
             if table[key] is not item:
                 table[key] = item

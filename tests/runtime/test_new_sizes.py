@@ -188,6 +188,84 @@ def test_what_is_read_by_a_size_is_a_condition():
         assert_same_step(made, model, torch.randn(3, size, 8))
 
 
+class Settings:
+    """Handed around in every size, and read in some."""
+
+    def __init__(self):
+        self.factor = 3.0
+
+
+def multiplied(h, factor=3.0):
+    return h * factor
+
+
+def multiplier(factor):
+    return lambda h: h * factor
+
+
+SETTINGS, FACTOR, MULTIPLIERS = Settings(), 3.0, [multiplier(3.0), multiplier(5.0)]
+
+
+def by_settings(model, h):
+    settings = SETTINGS
+    return h * settings.factor if h.shape[1] < 8 else h * 3.0
+
+
+def by_default(model, h):
+    return multiplied(h) if h.shape[1] < 8 else h * 3.0
+
+
+def by_global(model, h):
+    return by_factor(h) if h.shape[1] < 8 else h * 3.0
+
+
+def by_factor(h):
+    return h * FACTOR
+
+
+def by_closure(model, h):
+    return MULTIPLIERS[h.shape[1] < 8](h)
+
+
+def set_factor(factor):
+    global FACTOR
+    FACTOR = factor
+
+
+CHANGES = {
+    by_settings: lambda: setattr(SETTINGS, "factor", 4.0),
+    by_default: lambda: setattr(multiplied, "__defaults__", (4.0,)),
+    by_global: lambda: set_factor(4.0),
+    by_closure: lambda: setattr(MULTIPLIERS[1].__closure__[0], "cell_contents", 4.0),
+}
+BACK = {
+    by_settings: lambda: setattr(SETTINGS, "factor", 3.0),
+    by_default: lambda: setattr(multiplied, "__defaults__", (3.0,)),
+    by_global: lambda: set_factor(3.0),
+    by_closure: lambda: setattr(MULTIPLIERS[1].__closure__[0], "cell_contents", 5.0),
+}
+
+
+@pytest.mark.parametrize(
+    "use", [use if use in (by_settings, by_closure) else pytest.param(use, marks=pytest.mark.full) for use in CHANGES]
+)
+def test_what_some_sizes_alone_read_is_a_condition_for_them(use, looks):
+    """What all others read is known by then: the same functions, and what was found in what they read."""
+    model = Net(use)
+    made = optimised(model, torch.randn(3, 16, 8))
+    for size in (12, 10, 9, 6, 5):
+        assert_same_step(made, model, torch.randn(3, size, 8))
+    assert len(looks) == 1
+    found = {entry.sizes[0][1]: entry.reads for entry in runner_of(made).entries}
+    assert found[9] is found[10] is found[16] and found[5] is not found[6] is not found[16]
+    CHANGES[use]()
+    try:
+        for size in (6, 5, 10, 7):
+            assert_same_step(made, model, torch.randn(3, size, 8))
+    finally:
+        BACK[use]()
+
+
 @pytest.mark.full
 def test_a_plan_that_gives_something_else_is_thrown_away(monkeypatch, caplog):
     """The first call of a size is held against the plain model, whatever led to the wrong numbers."""

@@ -9,7 +9,7 @@ from models import Doubled
 from torch import nn
 
 import ogc
-from ogc.torch_state.reads import Observer, WatchedReads, opaque_call
+from ogc.torch_state.reads import Observer, opaque_call
 
 
 class Config:
@@ -132,7 +132,9 @@ def watched(net, opaque=None):
 
         inner.forward = forward
     observer.around(run)(torch.randn(64, 16))
-    return WatchedReads(observer.reads(), net)
+    reads = observer.reads()
+    assert reads.first_changed(net) is None
+    return reads
 
 
 @pytest.mark.full

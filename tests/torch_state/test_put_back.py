@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ogc
-from ogc.torch_state.reads.objects import Before
+from ogc.torch_state.reads.objects import Before, Held, held_by
 
 
 class Loud(OrderedDict):
@@ -55,13 +55,17 @@ def write(thing):
         thing.append(3)
 
 
+@pytest.mark.parametrize("is_among_others", [False, True])
 @pytest.mark.parametrize("kind", MADE)
-def test_containers_are_put_back(kind):
+def test_containers_are_put_back(kind, is_among_others):
     thing, other = MADE[kind](), MADE[kind]()
-    before = Before(thing)
+    before, held = Before(thing), Held([{}, thing, [3]])
     write(thing)
     assert thing != other
-    before.put_back(thing)
+    if is_among_others:
+        held.put_back()
+    else:
+        before.put_back(thing)
     assert thing == other and list(thing) == list(other) and type(thing) is type(other)
     write(thing)
     write(other)
@@ -75,6 +79,26 @@ def test_the_order_of_an_ordered_dict_is_put_back():
     assert list(before.changed(thing))
     before.put_back(thing)
     assert list(thing) == ["a", "b", "c"]
+
+
+def test_what_modules_hold_is_put_back():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    net.sizes, net.names = [1, 2], {"a": [3]}
+    held = Held([thing for module in net.modules() for thing in held_by(module)])
+    linear, relu = net
+    sizes, inner = net.sizes, net.names["a"]
+    held.put_back()
+    net.sizes.append(3)
+    net.names["a"].clear()
+    net.names["b"] = net.sizes = 4
+    del relu.inplace
+    linear.weight, linear.new = None, 5
+    net._forward_hooks["hook"] = print
+    net._modules.move_to_end("0") if hasattr(net._modules, "move_to_end") else net._modules.update({"2": relu})
+    held.put_back()
+    assert net.sizes is sizes == [1, 2] and net.names == {"a": [3]} and net.names["a"] is inner
+    assert relu.inplace is False and not hasattr(linear, "new") and not net._forward_hooks
+    assert [*net] == [linear, relu] and isinstance(linear.weight, nn.Parameter)
 
 
 class Cached(nn.Module):

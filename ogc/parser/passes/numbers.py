@@ -16,7 +16,6 @@ from torch.fx.node import map_aggregate
 
 from ...program.program import Guards, LowMemoryVariant, Place, Program, Saved, leaves_of
 from ...program.tensors import Layout
-from ...torch_state.private import schema_of
 from ..traced import SEEN, Followed, Seen, Unlike
 from .calls import UNFOLDED, unfolds
 
@@ -34,20 +33,16 @@ def numbers_of(program: Program, known: torch.fx.Graph, found: Followed) -> Numb
     Raises:
         Unlike: ``program``, the planned form of that, has them in another form.
     """
-    planned = {node.name: node for node in program.graph.nodes}
+    recorded, planned = ({node.name: node for node in graph.nodes} for graph in (known, program.graph))
     numbers: Numbers = {}
-    for node in known.nodes:
-        theirs = found.taken.get(node.name)
-        if theirs is None:
-            continue
+    for node, theirs in ((recorded[name], found.taken[name]) for name in found.changed):
         ours = leaves_of(node.args, node.kwargs)
         changed = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if b is not None and repr(a) != repr(b)]
-        if changed:
-            _check_numbers(node, (x for n in changed for x in (ours[n], theirs[n])))
-            one = planned.get(node.name)
-            if one is None or list(map(_text, leaves_of(one.args, one.kwargs))) != list(map(_text, ours)):
-                raise Unlike(f"{node.name} is planned in another form")
-            numbers |= {(node.name, n): theirs[n] for n in changed}
+        _check_numbers(node, (x for n in changed for x in (ours[n], theirs[n])))
+        one = planned.get(node.name)
+        if one is None or list(map(_text, leaves_of(one.args, one.kwargs))) != list(map(_text, ours)):
+            raise Unlike(f"{node.name} is planned in another form")
+        numbers |= {(node.name, n): theirs[n] for n in changed}
     return numbers
 
 
@@ -60,18 +55,24 @@ def _check_numbers(node: torch.fx.Node, numbers: Iterable[Any]) -> None:
             raise Unlike(f"{node.name} takes {number!r}")
 
 
+def looked_at(program: Program) -> set[str]:
+    """The calls of the recorded program of which :func:`check_memory` has to know what they are given and save."""
+    each = list(zip(program.operations, program.saves, strict=True))
+    views = (node.name for node, saves in each if any(saved.layout is not None for saved in saves))
+    return {
+        *views,
+        *(program.operations[t].name for t in program.variants),
+        *(node.meta[UNFOLDED][0] for node, _ in each if UNFOLDED in node.meta),
+    }
+
+
 def check_memory(program: Program, known: torch.fx.Graph, found: Followed) -> tuple[tuple[Saved, ...], ...]:
     """What each operation of ``program`` saves for the call of such a forward.
 
     Raises:
-        Unlike: an operation saves, shares or takes something else there than in ``known``, or that is not seen.
+        Unlike: an operation takes something else there than in ``known``, which its form depends on.
     """
     then = {node.name: node for node in known.nodes}
-    for name, seen in found.seen.items():
-        before = then[name].meta.get(SEEN)
-        is_written = getattr(schema_of(then[name].target), "is_mutable", True)  # and may be out of place
-        if seen is None or before is None or not seen.is_like(before, has_kinds=is_written):
-            raise Unlike(f"{name} does something else to memory")
     _check_unfolded(program, then, found)
     for t, variant in program.variants.items():
         _check_variant(program.operations[t], variant, then, found)
@@ -102,7 +103,6 @@ def _check_unfolded(program: Program, then: dict[str, torch.fx.Node], found: Fol
     tried: dict[Any, Any] = {}
     for name, made_of in dict(n.meta[UNFOLDED] for n in program.operations if UNFOLDED in n.meta).items():
         node, seen = then[name], found.seen[name]
-        assert seen is not None
         key = node.target, seen, tuple(found.taken[name])
         if key not in tried:
             tried[key] = unfolds(node.target, *_arguments(node, found, "cpu"))
@@ -127,7 +127,6 @@ def _check_variant(
 def _arguments(node: torch.fx.Node, found: Followed, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments like those of a call, on a device."""
     seen = found.seen[node.name]
-    assert seen is not None
     tensors, numbers, drawn = iter(seen.given), iter(found.taken[node.name]), torch.Generator().manual_seed(0)
 
     def like(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ import operator as python_operator
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,8 @@ OPAQUE = {
 
 def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
     """What ``run`` makes of a call; who observes the forward is not told of all that it does itself."""
-    profiler = sys.getprofile()
-    if not (SETS_PROFILERS_QUICKLY and is_observer(profiler) and call.operator.namespace == "aten"):
+    profiler = sys.getprofile() if SETS_PROFILERS_QUICKLY else None
+    if profiler is None or call.operator.namespace != "aten" or not is_observer(profiler):
         return run(call)
     sys.setprofile(None)  # PyTorch's own operators call no Python
     try:
@@ -49,9 +50,12 @@ def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
 
 def is_opened(call: Call) -> bool:
     """Whether a call is written down as the operators that it is made of; if autocast has a rule for it, with casts."""
-    return (
-        call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and bool(autocast_kinds()))
-    )
+    return _is_opened(call.operator) or call.is_cast or (call.operator in _casting and bool(autocast_kinds()))
+
+
+@cache
+def _is_opened(operator: OpOverload) -> bool:
+    return operator_name(operator) in OPENED
 
 
 class Read(NamedTuple):

@@ -214,13 +214,23 @@ class Tensors:
 
 def seen_of(given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]) -> Seen | None:
     """What is seen of a call; None where a tensor has no memory of its own."""
-    if any(storage_of(tensor) is None for tensor in (*given, *results, *saved)):
+    try:
+        return Seen(tuple([TensorSpec.of(t) for t in given]), *memory_seen_of(given, results, saved))
+    except (NotImplementedError, RuntimeError):
         return None
-    known: list[tuple[torch.Tensor, tuple[bool, int]]] = [(t, (True, n)) for n, t in enumerate(results)]
-    known += [(t, (False, n)) for n, t in enumerate(given)]
-    places = {storage_id(t): n for n, t in reversed([*enumerate(given)])}
-    return Seen(
-        tuple(map(TensorSpec.of, given)),
-        tuple(places.get(storage_id(t)) for t in results),
-        tuple(alike(t, known) for t in saved),
-    )
+
+
+def memory_seen_of(
+    given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]
+) -> tuple[tuple[int | None, ...], tuple[tuple[tuple[bool, int], Layout | None] | None, ...]]:
+    """What a call shares and saves, as in :class:`Seen`; an error where a tensor has no memory of its own."""
+    storages, own = list(map(storage_id, given)), list(map(storage_id, results))
+    views = tuple([storages.index(one) if one in storages else None for one in own])
+    if not saved:
+        return views, ()
+    known = [*((t, (True, n)) for n, t in enumerate(results)), *((t, (False, n)) for n, t in enumerate(given))]
+    own += storages
+    if len(own) > len(set(own)):
+        return views, tuple([alike(t, known) for t in saved])
+    places = dict(zip(own, known, strict=True))  # each memory is that of one tensor
+    return views, tuple([alike(t, [places[one]] if (one := storage_id(t)) in places else []) for t in saved])

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...graph import Operation, RuntimeCosts, Variant
 from ...program.autocast import run_saving
 from ...torch_state.module_state import WatchedModule
-from ...torch_state.reads import Reads, WatchedReads
+from ...torch_state.reads import Reads
 from ...torch_state.settings import flags
 from .measure import Caches, own_clock
 
@@ -83,13 +83,14 @@ def choice_seconds(model: torch.nn.Module, reads: Reads) -> float:
     """
     size = sum(1 for _ in model.modules()), sum(1 for _ in model.parameters())
     if size not in _choices:
-        module, watched, caches = WatchedModule(model, count(1)), WatchedReads(reads, model), Caches()
+        module, caches = WatchedModule(model, count(1)), Caches()
+        reads.first_changed(model)
 
         def seconds() -> float:
             caches.evict()
             begin = own_clock()
             module.state(model)
-            watched.first_changed(model)
+            reads.first_changed(model)
             return own_clock() - begin
 
         _choices[size] = OF_CHOICE * hook_seconds() + median(seconds() for _ in range(CHOICES))

@@ -154,7 +154,9 @@ def saved_at(record: Record, places: Sequence[Place | None]) -> tuple[Saved, ...
 
 def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
     """The name of the first known tensor that shares the storage, and the tensor's layout where that differs."""
-    same = [(t, name) for t, name in known if _kind(t) == _kind(tensor)]
+    if len(known) == 1 and known[0][0] is tensor:
+        return known[0][1], None
+    same = [(t, name) for t, name in known if t is tensor or _kind(t) == _kind(tensor)]
     for t, name in same:
         if layout_of(t) == layout_of(tensor):
             return name, None

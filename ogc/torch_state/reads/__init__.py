@@ -6,6 +6,6 @@ modules, globals, cells, default arguments, containers. They are observed once a
 
 from .intercept import is_observer
 from .observer import Observer, Write, call_unseen, opaque_call
-from .owners import Reads, WatchedReads
+from .owners import Reads
 
-__all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "is_observer", "opaque_call"]
+__all__ = ["Observer", "Reads", "Write", "call_unseen", "is_observer", "opaque_call"]

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+MODULE_CODE = vars(torch.nn.modules.module)
+"""Whatever reads attributes of modules there, calls and finds what these have."""
+
 Told = Callable[[Any, str, FrameType], None]
 """Is given an object, the name of an attribute and who reads or sets it."""
 
@@ -92,8 +95,8 @@ class ObservedClasses:
             return do(self, name, *value)
 
         def telling_of_new(self: Any, name: str) -> Any:
-            if (id(self), name) not in known:
-                told(self, name, frame_of(1))
+            if (id(self), name) not in known and (frame := frame_of(1)).f_globals is not MODULE_CODE:
+                told(self, name, frame)
             return do(self, name)
 
         return telling_of_new if name == "__getattribute__" and isinstance(known, set) else telling
@@ -141,15 +144,36 @@ _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 """By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
 
 
-class CalledFunctions:
-    """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
+class KnownCalls(NamedTuple):
+    """Calls that were told of. What is kept keeps the numbers of objects from being used again."""
 
-    def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
+    seen: frozenset[tuple[Any, ...]]
+    codes: dict[int, CodeType]  # of functions that are followed
+    others: dict[int, CodeType]
+    closures: tuple[Any, ...]  # what the variables in the closures of the functions were
+
+
+_MADE = object()
+"""In the place of its closure: the forward itself makes the function that is called."""
+
+
+class CalledFunctions:
+    """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``.
+
+    It does not tell of calls that are ``known``, as those of another forward.
+    """
+
+    def __init__(
+        self, told: Callable[[Called], None], mode: Callable[[], object], known: KnownCalls | None = None
+    ) -> None:
         self.told, self.mode = told, mode
-        self._codes: dict[int, CodeType] = {}  # of those that are followed
-        self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
-        self._seen: set[tuple[Any, ...]] = set()
-        self._has_looked = self._is_sure = False
+        self._known = frozenset[tuple[Any, ...]]() if known is None else known.seen
+        self._seen: set[tuple[Any, ...]] = {*self._known}
+        self._of_forward: set[tuple[Any, ...]] = set()  # of these, calls of functions that end with the forward
+        self._codes: dict[int, CodeType] = {} if known is None else {**known.codes}  # of those that are followed
+        self._others: dict[int, CodeType] = {} if known is None else {**known.others}  # which keeps their numbers, too
+        self._closures: list[Any] = [] if known is None else [*known.closures]
+        self._is_sure = self._has_looked = False
         self._around: FrameType | None = None  # the frame that calls the forward
 
     @contextmanager
@@ -179,13 +203,30 @@ class CalledFunctions:
             return
         seen_now = frame.f_locals if code.co_argcount or code.co_freevars else {}
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
-        seen: tuple[Any, ...] = id(code), type(first), self.mode()
-        if code.co_freevars:
-            seen += tuple(id(seen_now.get(name)) for name in code.co_freevars)
-        if seen not in self._seen and not _is_of_collector(frame):
-            self._codes[id(code)] = code
-            self._seen.add(seen)
-            self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
+        kind = id(code), type(first), self.mode()
+        closure = [seen_now.get(name) for name in code.co_freevars]
+        seen: tuple[Any, ...] = *kind, *map(id, closure)
+        if seen in self._seen or (closure and self._is_made_again(kind, frame)) or _is_of_collector(frame):
+            return
+        self._codes[id(code)] = code
+        self._seen.add(seen)
+        functions = self._of(code, frame)
+        self._closures += closure if functions else ()
+        if closure and not functions:
+            self._of_forward.add(seen)
+            if id(code) in self._made_within(frame):
+                self._seen.add((*kind, _MADE))
+        self.told(Called(functions, frame.f_globals, _globals_named(code), first))
+
+    def _is_made_again(self, kind: tuple[Any, ...], frame: FrameType) -> bool:
+        """Whether a call is one of a function that this forward makes, as the known one did."""
+        number, is_known = kind[0], (*kind, _MADE) in self._known
+        return is_known and number not in _functions and number in self._made_within(frame)
+
+    @property
+    def known(self) -> KnownCalls:
+        """What was told of, but for the closures of functions that end with the forward."""
+        return KnownCalls(frozenset(self._seen - self._of_forward), self._codes, self._others, tuple(self._closures))
 
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
@@ -227,9 +268,11 @@ def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
 def _forget_those_with_other_codes() -> None:
     """Have all functions be looked for if one has got another's code."""
     for number, found in _functions.items():
-        if any((function := reference()) is not None and id(function.__code__) != number for reference in found):
-            _functions.clear()
-            return
+        for reference in found:
+            function = reference()
+            if function is not None and id(function.__code__) != number:
+                _functions.clear()
+                return
 
 
 def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:

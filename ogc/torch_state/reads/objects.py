@@ -8,9 +8,10 @@ import pickle
 import random
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -242,11 +243,25 @@ class Before:
     def __init__(self, thing: Any, skipped: Collection[str] = (), is_globals: bool = False) -> None:
         self.skipped = frozenset(skipped)
         self.is_globals = is_globals
-        self.items = items_of(thing) if is_container(thing) and not is_globals else None
-        self.state = (_kind_of(thing).keep(thing), state_of(thing)) if has_state(thing) else None
+        self.items: tuple[list[Any], list[Any]] | None = None
+        self.state: tuple[Any, Any] | None = None
         self.names: dict[str, Any] = {}
         if not is_globals:
             self.names = self._now(thing)
+            if not isinstance(thing, torch.nn.Module):
+                self.items = items_of(thing) if is_container(thing) else None
+                self.state = (_kind_of(thing).keep(thing), state_of(thing)) if has_state(thing) else None
+
+    @classmethod
+    def at_copy(cls, thing: Any, held: Any, skipped: Collection[str] = ()) -> Before:
+        """The same for a module or a container of Python's own of which ``held`` is a copy: its table, or its items."""
+        found = cls({}, skipped, is_globals=True)
+        found.is_globals = False
+        if isinstance(thing, torch.nn.Module):
+            found.names = held
+        else:
+            found.items = items_of(held)
+        return found
 
     def renewed(self, thing: Any) -> Before:
         """The same for what the object holds now."""
@@ -265,6 +280,8 @@ class Before:
 
     def changed(self, thing: Any) -> Iterator[str]:
         """The attributes that are others now; "" for the items of a container."""
+        if isinstance(thing, torch.nn.Module) and _holds(thing, self.names):
+            return
         now = self._now(thing)
         if not same_objects([*now.values()], [*self.names.values()]):
             keys = {**self.names, **now}.keys() - self.skipped
@@ -331,16 +348,75 @@ class Before:
         return found | {name: getattr(thing, name, ABSENT) for name in slots}
 
 
+def _holds(module: torch.nn.Module, names: Mapping[str, Any]) -> bool:
+    """Whether a module has these attributes alone, and none in slots."""
+    table = vars(module)
+    return len(table) == len(names) and all(map(is_, table.values(), names.values())) and not slots_of(type(module))
+
+
 # -- attributes of modules ---------------------------------------------------------------------------------
 
 
-def held_by(module: torch.nn.Module) -> Iterator[tuple[Any, Before]]:
-    """A module, its tables and the containers among its plain attributes, each with what it holds."""
-    found = vars(module)
-    yield module, Before(module, no_attributes(module))
-    for key, value in found.items():
-        for thing in [value] if key in TABLES else _containers(value):
-            yield thing, Before(thing)
+class Held:
+    """What modules and containers hold, to be put back. Only where all at once are not the same, each is looked at."""
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self.tables, self.lists, self.others = list[Any](), list[Any](), list[tuple[Any, Before]]()
+        self.empty: list[Any] = []  # tables, as most are
+        for thing in {id(thing): thing for thing in things}.values():
+            kind = type(thing)
+            if kind is dict or (kind is OrderedDict and not vars(thing)):
+                if thing:
+                    self.tables.append((thing, thing, ()))
+                else:
+                    self.empty.append(thing)
+            elif kind is list:
+                self.lists.append(thing)
+            elif isinstance(thing, torch.nn.Module) and not slots_of(kind):
+                self.tables.append((thing, vars(thing), no_attributes(thing)))
+            else:
+                self.others.append(
+                    (thing, Before(thing, no_attributes(thing) if isinstance(thing, torch.nn.Module) else ()))
+                )
+        self.copies = [dict(table) for _, table, _ in self.tables], list(map(list, self.lists))
+        self.sizes, self.flat = self._sizes(), list(self._items())
+
+    def _sizes(self) -> list[int]:
+        return [len(thing) for thing in (*(table for _, table, _ in self.tables), *self.lists)]
+
+    def _items(self) -> Iterator[Any]:
+        """All that they hold."""
+        tables = [table for _, table, _ in self.tables]
+        return chain(chain.from_iterable(tables), chain.from_iterable(map(_values, tables)), *self.lists)
+
+    def put_back(self) -> None:
+        for thing, before in self.others:
+            before.put_back(thing)
+        for thing in filter(None, self.empty):
+            thing.clear()
+        if self._sizes() == self.sizes and all(map(is_, self._items(), self.flat)):
+            return
+        tables, lists = self.copies
+        for (thing, _, skipped), copied in zip(self.tables, tables, strict=True):
+            Before.at_copy(thing, copied, skipped).put_back(thing)
+        for thing, items in zip(self.lists, lists, strict=True):
+            Before.at_copy(thing, items).put_back(thing)
+
+
+_values = methodcaller("values")
+
+
+def held_by(module: torch.nn.Module) -> Iterator[Any]:
+    """A module, its tables and the containers among its plain attributes."""
+    yield module
+    for key, value in vars(module).items():
+        if key in TABLES:
+            yield value
+        elif type(value) not in _ATOMS:
+            yield from _containers(value)
+
+
+_ATOMS = (type(None), bool, int, float, str, torch.Tensor)
 
 
 def no_attributes(module: torch.nn.Module) -> set[str]:

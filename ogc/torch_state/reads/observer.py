@@ -8,9 +8,10 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from io import IOBase
+from itertools import chain
 from types import FrameType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ...process import OnThread
 from ..forwards import original_class
 from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
-from .intercept import Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
+from .intercept import MODULE_CODE, Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
 from .objects import (
     ABSENT,
     UNWATCHED,
@@ -34,7 +35,7 @@ from .objects import (
     same_objects,
     value_of,
 )
-from .owners import FIXED, MODULE, OwnerReads, Reads, Source, contents
+from .owners import FIXED, MODULE, Beginning, OwnerReads, Reads, Source, contents
 
 
 @dataclass(eq=False)
@@ -117,8 +118,6 @@ def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:
     return needed
 
 
-_MODULE_CODE = vars(torch.nn.modules.module)
-
 _LARGEST = 100_000
 """Items up to which a container is compared; of larger ones, whether they are the same ones."""
 
@@ -126,10 +125,17 @@ _LARGEST = 100_000
 class Observer:
     """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs.
 
-    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write.
+    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write. It then goes
+    on from what another forward read, if that is ``known``, holds, and changed nothing: the reads are those of both.
     """
 
-    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str, is_brief: bool = False) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        where: Callable[[], str] = str,
+        is_brief: bool = False,
+        known: Reads | None = None,
+    ) -> None:
         self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets outside of opaque modules
@@ -147,13 +153,70 @@ class Observer:
         for name, module in model.named_modules():
             skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
-        self._modules = frozenset(self.owners)
+        self._modules = dict.fromkeys(self.owners)
+        self._is_on = self._has_changed = False  # whether it observes; whether the forward was seen to change anything
+        self._is_as_before = False  # whether nothing is other than when it was met
+        self._known: Reads | None = None  # from which it goes on, and how many reads these are
+        self._count = 0
+        if is_brief and known is not None and known.calls and known.first_changed(model) is None:
+            self._go_on_from(known, model)
+
+    def _go_on_from(self, known: Reads, model: torch.nn.Module) -> None:
+        """Begin where another forward of the model ended, which read ``known``."""
+        objects = known.objects(model)
+        if len(set(map(id, objects))) < len(objects):
+            return
+        self.functions = CalledFunctions(self._called, lambda: self.opaque is None, known.calls[0])
+        self._known = known
+        owners: list[Owner] = []
+        for (source, names, is_whole), thing in zip(known.owners, objects, strict=True):
+            is_globals = type(thing) is dict and source.parent == FIXED
+            moved = source if source.parent < 0 else source._replace(parent=owners[source.parent].number)
+            owners.append(owner := self._add(thing, moved, is_globals=is_globals))
+            owner.is_open = is_whole and isinstance(thing, type)
+            for name in names if is_globals else ():
+                owner.before.add(thing, name)
+            owner.names, owner.is_whole = dict.fromkeys(names), is_whole
+        self._count = self._reads_until_now()
+        modules = [self.owners[number].thing for number in self._modules][1:]
+        again = known.begun_at(model)
+        if again is not None and same_objects(modules, again.modules):
+            self._told_of |= again.told_of
+            return
+        number = len(self.owners)
+        self._meet_again(owners)
+        if len(self.owners) == number:
+            known.begin_at(model, Beginning(modules, frozenset(self._told_of)))
+
+    def _meet_again(self, owners: list[Owner]) -> None:
+        """Look at what was read of these, as when it was, and note what need not be told of."""
+        before = [(owner.names, owner.is_whole) for owner in owners]
+        with self._busy():
+            for owner, (names, is_whole) in zip(owners, before, strict=True):
+                owner.names, owner.is_whole = {}, False
+                if is_whole:
+                    self._read_all(owner)
+                for name in names:
+                    self._name_read(owner, name)
+        assert before == [(owner.names, owner.is_whole) for owner in owners]
+        whole = {id(owner.thing) for owner in owners if owner.is_open}
+        for owner in owners:
+            if not isinstance(owner.thing, (dict, type)):
+                self._told_of.update((id(owner.thing), name) for name in owner.names)
+        for number in self._modules:
+            module = self.owners[number].thing
+            if all(id(kind) in whole for kind in _mro(module) if is_followed(kind.__module__)):
+                self._told_of.update((number, name) for name in ("__class__", *_members_of(module)))
+
+    def _reads_until_now(self) -> int:
+        return sum(len(owner.names) + owner.is_whole for owner in self.owners.values())
 
     def where(self) -> str:
         return self._where() if self.opaque is None else self.opaque
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
+            self._is_on, self._is_as_before = True, False
             self._observe_all()
             try:
                 with _observer.set_to(self), self.functions.observed():
@@ -197,17 +260,18 @@ class Observer:
         if (id(thing), name) in self._told_of and not self.written_in_opaque:
             owner.scope = self.where()
             return
-        if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
+        if frame.f_globals is MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
             return
         with self._busy():
             owner.scope = self.where()
             self._open(owner)
             if name == "__dict__":
                 self._read_all(owner)
-            elif not (name.startswith("__") and name.endswith("__")):
+                return
+            if not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
-                if self.opaque is None:
-                    self._told_of.add((id(thing), name))
+            if self.opaque is None:
+                self._told_of.add((id(thing), name))
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
         owner = self.owners.get(id(thing))
@@ -302,7 +366,7 @@ class Observer:
             return
         is_new = id(value) not in self.owners
         owner = self._add(value, source)
-        if is_new:
+        if is_new and self._is_on:
             self._observe(owner)
         if is_whole and (is_new or (self.opaque is None and not owner.is_whole)):
             self._read_all(owner)
@@ -312,10 +376,14 @@ class Observer:
             self._read_all(owner)
 
     def _observe_all(self) -> None:
+        no_instances = (torch.jit.ScriptModule, type, *((FunctionType,) if self._known is not None else ()))
+        done = set[type]()  # classes of modules that tell
         with self._busy():
             for owner in list(self.owners.values()):
-                if not isinstance(owner.thing, (torch.jit.ScriptModule, type)):
+                if type(owner.thing) not in done and not isinstance(owner.thing, no_instances):
                     self._observe(owner)
+                    if isinstance(owner.thing, torch.nn.Module) and not owner.is_whole:
+                        done.add(type(owner.thing))
 
     def _open(self, owner: Owner) -> None:
         """From now on the data of an object's classes count."""
@@ -374,6 +442,7 @@ class Observer:
         with self._busy():
             for owner in list(self.owners.values()):
                 for key in owner.before.changed(owner.thing):
+                    self._has_changed = True
                     yield owner.number, key
 
     def _differences(self) -> dict[tuple[int, str], list[Any]]:
@@ -388,11 +457,12 @@ class Observer:
         return {write.module: self.name(write) for write in found}
 
     def writes(self, opaque: Collection[str] | None) -> list[Write]:
-        """What the forward has changed, but for what these opaque modules change, as they do in each call."""
+        """After it: what the forward has changed, but for what these opaque modules change, as they do in each call."""
         owners, covered = list(self.owners.values()), tuple(f"{name}." for name in opaque or ())
         known = numbers_of([owner.thing for owner in owners])
-        found = []
-        for number, key in self._changed():
+        found, changed = [], list(self._changed())
+        self._is_as_before = not changed
+        for number, key in changed:
             owner, is_of_opaque = owners[number], (number, key) in self.written_in_opaque
             if (is_of_opaque and opaque is not None) or owner.before.is_equal(owner.thing, key, known):
                 continue
@@ -414,6 +484,8 @@ class Observer:
 
     def put_back(self) -> None:
         """Let all that was met hold what it held before; of two that share a table, the first that was met is right."""
+        if self._is_as_before:
+            return
         for owner in reversed(self.owners.values()):
             owner.before.put_back(owner.thing)
 
@@ -442,7 +514,12 @@ class Observer:
         """What the forward has read, as it is now; with what it has ``written``, unless planned calls write that."""
         for write in written:
             write.note()
-        return reads_of(self.owners, self.effects, self.root)
+        is_settled = self._is_as_before and not (self._has_changed or self.effects)
+        calls = [self.functions.known] if is_settled else []
+        if self._known is not None and not self.effects and self._reads_until_now() == self._count:
+            self._known.calls[:] = calls or self._known.calls
+            return self._known
+        return replace(reads_of(self.owners, self.effects, self.root), calls=calls)
 
 
 _observer: OnThread[Observer | None] = OnThread(None)
@@ -473,6 +550,14 @@ def _refuse_used_up(thing: Any, name: Callable[[], str]) -> None:
             f"the forward reads {name()}, an iterator ({type(thing).__name__}), which planning would use up, as nobody "
             "can put it back; hand what it gives in as an argument, or optimize submodules that do without"
         )
+
+
+def _members_of(module: torch.nn.Module) -> Iterator[str]:
+    """The names of parameters, buffers and submodules that are looked up nowhere else."""
+    table = vars(module)
+    for name in chain.from_iterable(table[members] for members in MEMBERS if members in table):
+        if name not in table and not any(name in vars(kind) for kind in _mro(module)):
+            yield name
 
 
 _NO_TABLE = (list, tuple, set, frozenset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter, methodcaller
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..forwards import original_class
+from .intercept import KnownCalls
 from .objects import (
     ABSENT,
     NO_DATA,
@@ -65,9 +66,19 @@ class OwnerReads(NamedTuple):
     is_whole: bool  # whether all items count, as of a list
 
 
+class Beginning(NamedTuple):
+    """Where an observer goes on from what a forward read of a model, as long as each value is the same object."""
+
+    modules: list[torch.nn.Module]  # of the model beside itself
+    told_of: frozenset[tuple[int, str]]  # objects, by identity, and attributes of theirs that say nothing new
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Reads:
-    """What a forward read outside of tensors, and what it wrote."""
+    """What a forward read outside of tensors, and what it wrote.
+
+    It is compared for a model and its copies: by identity, and by content where that differs.
+    """
 
     owners: tuple[OwnerReads, ...] = ()  # the objects that it read from, each after those in which it is found
     expected: tuple[Any, ...] = ()  # what these held at the start of the forward
@@ -75,6 +86,11 @@ class Reads:
     effects: tuple[tuple[int, str, Any], ...] = ()
     # gives the model that was observed; a copy stands for it, also where a function is bound to it
     root: Callable[[], Any] = lambda: None
+    # what it called, if it changed nothing outside of tensors: another forward may be observed from there
+    calls: list[KnownCalls] = field(default_factory=list)
+    _seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = field(
+        default_factory=weakref.WeakKeyDictionary, init=False
+    )
 
     def objects(self, model: torch.nn.Module) -> list[Any]:
         """The owners as they are found now; LookupError, AttributeError, ValueError or TypeError if one is gone."""
@@ -84,7 +100,16 @@ class Reads:
         return found
 
     def first_changed(self, model: torch.nn.Module) -> str | None:
-        """In words, what Python would read otherwise now; None if nothing."""
+        """In words, what Python would read otherwise of a model now; None if nothing."""
+        seen = self._seen.get(model)
+        if seen is not None and seen.is_same():
+            return None
+        changed = self._first_changed(model)
+        if changed is None:
+            self._seen[model] = _Seen(self, self.objects(model))
+        return changed
+
+    def _first_changed(self, model: torch.nn.Module) -> str | None:
         found: list[Any] = []
         for number, owner in enumerate(self.owners):
             try:
@@ -103,8 +128,15 @@ class Reads:
                 return self.name(number, _first_difference(before, now))
         return None
 
+    def begun_at(self, model: torch.nn.Module) -> Beginning | None:
+        """What was noted since :meth:`first_changed` has last looked at the content of a model."""
+        return self._seen[model].beginning
+
+    def begin_at(self, model: torch.nn.Module, beginning: Beginning) -> None:
+        self._seen[model].beginning = beginning
+
     def write(self, model: torch.nn.Module) -> None:
-        objects = self.objects(model)
+        objects = self.objects(model) if self.effects else []
         for number, key, value in self.effects:
             set_attribute(objects[number], key, value)
 
@@ -170,29 +202,6 @@ _END = object()
 _GONE = (LookupError, AttributeError, ValueError, TypeError)
 
 
-class WatchedReads:
-    """What a forward read, for a model and its copies: compared by identity, and by content where that differs."""
-
-    def __init__(self, reads: Reads, model: torch.nn.Module) -> None:
-        self.reads = reads
-        self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
-        self.first_changed(model)
-
-    def first_changed(self, model: torch.nn.Module) -> str | None:
-        """In words, what Python would read otherwise of a model now; None if nothing."""
-        seen = self.seen.get(model)
-        if seen is not None and seen.is_same():
-            return None
-        changed = self.reads.first_changed(model)
-        if changed is None:
-            self.seen[model] = _Seen(self.reads, self.reads.objects(model))
-        return changed
-
-    def write(self, model: torch.nn.Module) -> None:
-        if self.reads.effects:
-            self.reads.write(model)
-
-
 class _Seen:
     """Where values are that were read, and what they were when they were last looked at.
 
@@ -200,6 +209,7 @@ class _Seen:
     """
 
     def __init__(self, reads: Reads, objects: Sequence[Any]) -> None:
+        self.beginning: Beginning | None = None
         alike: dict[tuple[str, ...], list[Any]] = {}
         self.absent: list[tuple[Any, str]] = []
         self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
