@@ -56,7 +56,7 @@ def optimize(
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
-    effort: int = 0,
+    effort: int = 1,
     planning_seconds: float | None = None,
     keep: Iterable[Entry] = (),
     recompute: Iterable[Entry] = (),

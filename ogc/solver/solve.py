@@ -29,7 +29,7 @@ def solve(
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     solver: str = "optimal",
-    effort: int = 0,
+    effort: int = 1,
     keep: Iterable[Entry] = (),
     recompute: Iterable[Entry] = (),
     once: Iterable[Entry] = (),
@@ -84,7 +84,7 @@ class SolveOptions:
 
     goal: Goal = FAIR
     solver: str = "optimal"
-    effort: int = 0
+    effort: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.effort, bool) or self.effort not in EFFORTS:
@@ -173,7 +173,7 @@ def _check_graph(graph: Any) -> None:
         raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
-def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
+def optimal(graph: Graph, goal: Goal, effort: int = 1) -> Plan:
     """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
