@@ -161,6 +161,8 @@ def optimize(
     solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort)
     if (said := Instructions(keep, recompute, once)) and solver != "optimal":
         raise InputError(f"solver={solver!r} cannot be told {said}; only 'optimal' can")
+    if said and (chunks > 1 or backend is not None):
+        raise InputError(f"chunks= and compile= go across modules, so that {said} does not go with them")
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
