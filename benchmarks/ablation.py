@@ -43,8 +43,9 @@ ORDERS = 6
 
 
 def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
-    """Names of the parts and what leaves them out."""
+    """Names of the parts and what leaves them out; without any of them, there is no local search either."""
     yield "nothing", nullcontext()
+    yield "local search", nullcontext()
     yield "nested plans", patch.object(search.CutSearch, "_table", lambda *_: None)
     yield "saved values", patch.object(search, "worth_keeping", lambda graph: [])
     yield "recomputed values", patch.object(candidates, "DROP_SIMULATIONS", 0)
@@ -70,7 +71,8 @@ def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, 
         about = {"arch": name, "input_shape": list(inputs.shape), "goal": goal, "plain_bytes": plain}
         for left_out, context in without():
             with context:
-                plan = ogc.solve(replace(graph), **asked)  # of which nothing is known
+                effort = 1 if left_out == "nothing" else 0
+                plan = ogc.solve(replace(graph), effort=effort, **asked)  # of a graph of which nothing is known
             yield {**about, "without": left_out, **_figures(model, graph, plan, inputs)}
         if parsed:
             plans = [(ogc.solve(replace(g), **asked), number) for number, (_, g) in enumerate(parsed)]

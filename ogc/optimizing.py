@@ -106,7 +106,7 @@ def optimize(
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
-        cache_dir: a folder in which plans are found again by what the model computes, the goal and the solver, and
+        cache_dir: a folder in which plans are found again by what the model computes, the goal, solver and effort, and
             kept when they are made, those for other calls too; with the times that were measured for them.
         verify: run two steps of the result and two of the plain model and compare them: on the sample input, without
             one at the first call, and after the parameters moved, from another seed, on another input that is made of
@@ -161,6 +161,8 @@ def optimize(
     solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort)
     if (said := Instructions(keep, recompute, once)) and solver != "optimal":
         raise InputError(f"solver={solver!r} cannot be told {said}; only 'optimal' can")
+    if said and (chunks > 1 or backend is not None):
+        raise InputError(f"chunks= and compile= go across modules, so that {said} does not go with them")
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))

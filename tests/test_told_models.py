@@ -188,6 +188,12 @@ def test_parts_are_told_by_their_names_in_the_model(goal):
     assert_same(model, run, x)
 
 
+def test_a_model_in_parts_says_what_cannot_be_recomputed(caplog):
+    torch.manual_seed(0)
+    optimized(Unplannable(), torch.randn(256, 64), recompute=["", "layers.*"])
+    assert "so that recompute=['', 'layers.*'] holds for its parts alone" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("told", "message"),
     [
@@ -195,6 +201,7 @@ def test_parts_are_told_by_their_names_in_the_model(goal):
         ({"once": ["layer.*.act"]}, r"once= no submodule is called 'layer.\*.act'; the nearest are layers"),
         ({"recompute": [torch.nn.Conv2d]}, "recompute= no submodule is a 'Conv2d'; the nearest are"),
         ({"keep": [Sine], "recompute": ["*.act"]}, "keep= and recompute= both name layers.0.act; leave one"),
+        ({"keep": ["head"], "chunks": 2}, r"chunks= and compile= go across modules, so that keep=\['head'\] does not"),
         ({"keep": ["head"], "solver": "chen"}, r"solver='chen' cannot be told keep=\['head'\]; only 'optimal' can"),
     ],
 )

@@ -76,6 +76,7 @@ def optimize_in_parts(
     refuse_replaced_forward(model)
     with _quiet_about_opaque():
         found = find_parts(model, sample_input, options, plain)
+        options.parsing.told.warn_of(found.plain)
         planning = _Planning(model, sample_input, options, found)
         planned = source(planning)
     if planned is None or not first_answer(f"{planning.key} is wanted", is_wanted(planned.plan)):

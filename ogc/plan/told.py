@@ -86,6 +86,12 @@ class Instructions:
         }
         return Instructions(**names, words=str(self))
 
+    def warn_of(self, plain: Mapping[str, str]) -> None:
+        """Log that what modules without a plan compute is not recomputed, where that was told; by name, and why."""
+        for name, why in plain.items():
+            if self._said(name, {})[0] == RECOMPUTE:
+                log.warning("%s: %s, so that %s holds for its parts alone", name or "the model", why, self)
+
     def within(self, name: str) -> Instructions:
         """What names of modules say of those in a submodule, with names as seen from there."""
         around = _around(name)
@@ -116,9 +122,9 @@ class Instructions:
         return known[self]
 
     def _on(self, graph: Graph) -> Graph:
-        ops, kinds = graph.operations, graph.kinds
-        of_module = {module: self._said(module, kinds) for module in {op.module for op in ops}}
-        said = [of_module[op.module] for op in ops]
+        ops = graph.operations
+        of_module = {module: self._said(module, graph.kinds) for module in {op.module for op in ops}}
+        said = [self._of_hidden(graph, op) or of_module[op.module] for op in ops]
         once = {t for t, op in enumerate(ops) if said[t][0] in (KEEP, ONCE) and op.writes}
         saved = {v for t in once for v in ops[t].writes}
         may_stay = _MayStay(graph)
@@ -128,6 +134,18 @@ class Instructions:
         in_lost = {t for t, op in enumerate(ops) if t < graph.end and _would_keep(graph, t, op, lost)}
         told = Told(frozenset(saved), frozenset(lost), frozenset(in_lost), str(self))
         return replace(graph, operations=operations, told=told, free=graph)
+
+    def _of_hidden(self, graph: Graph, op: Operation) -> tuple[str, str] | None:
+        """What holds for an opaque module as it does for one that it hides; None if nothing does."""
+        if not op.target.startswith("opaque "):
+            return None
+        seen = {name for one in graph.operations for name in _around(one.module)}
+        hidden = [name for name in graph.kinds if name not in seen and _is_in(name, op.module)]
+        said = {self._said(name, graph.kinds) for name in hidden}
+        inside = [what for what, around in said if around not in seen]
+        if RECOMPUTE in inside:
+            log.warning("%s: it is called as a whole, so that %s cannot hold for what is in it", op.module, self)
+        return (KEEP, op.module) if {KEEP, ONCE}.intersection(inside) else None
 
     def _said(self, module: str, kinds: Kinds) -> tuple[str, str]:
         """What holds for the operations of a module, and the module around them of which it was said."""

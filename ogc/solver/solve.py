@@ -253,9 +253,10 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
     if aim.budget is not None:
         search.fastest(aim.budget)
         if aim.best([*search.found, *known.plans]) is None:
-            least = min([search.least_peak, *known.plans])
-            least_peak = replace(aim, budget=None)
-            known.learn([polished(search.costs, least, least_peak, _moves(LAST_EFFORT, graph))])
+            moves, least = _moves(LAST_EFFORT, graph), min([search.least_peak, *known.plans])
+            known.learn([polished(search.costs, least, replace(aim, budget=None), moves)])
+            if (fits := aim.best(known.plans)) is not None:
+                known.learn([polished(search.costs, fits, aim, moves)])
     elif not search.nested:
         search_fairly(search, aim.seconds or 0.0)
         if not is_late():

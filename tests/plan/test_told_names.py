@@ -149,3 +149,27 @@ def test_compiled_code_refuses_and_weighs_what_the_simulator_does(seed):
             continue
         assert costs(decisions)[::2] == (cost.peak_bytes, cost.peak_values)
         assert costs(decisions)[1] == pytest.approx(cost.added_seconds)
+
+
+def test_an_opaque_module_is_kept_for_what_it_hides(caplog):
+    graph = network()
+    operations = tuple(
+        replace(op, target="opaque Head" if op.module == "head" else "aten.add") for op in graph.operations
+    )
+    kinds = {**graph.kinds, "head.proj": (), "head.norm": ()}
+    graph = Graph(operations, graph.values, kinds=kinds)
+    for entry in ("head.proj", "head.*"):
+        assert Instructions(keep=[entry]).on(graph).told.saved == {11}
+    assert not Instructions(recompute=["head.norm"]).on(graph).told
+    assert "head: it is called as a whole, so that recompute=['head.norm'] cannot hold" in caplog.text
+
+
+def test_names_within_a_submodule():
+    told = Instructions(keep=["layers.*.attn"], recompute=[Activation, "layers.1"], once=["stem"]).named(
+        network().kinds
+    )
+    assert str(told) == f"keep=['layers.*.attn'] and recompute=[{__name__}.Activation, 'layers.1'] and once=['stem']"
+    assert told.within("layers.0") == Instructions(keep=["attn"], recompute=["mlp.act"])
+    assert told.within("layers.1") == Instructions(keep=["attn"], recompute=["", "mlp.act"])
+    assert told.within("layers.1.attn") == Instructions(keep=[""])
+    assert told.within("head") == Instructions() and not told.within("head")

@@ -109,3 +109,11 @@ def test_a_plan_of_a_method_to_compare_with_is_known_too():
     plan = ogc.solve(graph, solver="binomial")
     assert ogc.solve(graph, memory_budget="least").peak_bytes <= plan.peak_bytes
     assert ogc.solve(graph, memory_budget=plan.peak_bytes).added_seconds <= plan.added_seconds + 1e-12
+
+
+@pytest.mark.parametrize("seed", [9, 13, 19, 21])
+def test_a_budget_below_what_the_program_finds_is_met_where_the_local_search_can(seed):
+    graph = random_graph(seed, most=25)
+    least, moved = (ogc.solve(replace(graph), memory_budget="least", effort=effort).peak_bytes for effort in (0, 1))
+    assert moved < least
+    assert ogc.solve(replace(graph), memory_budget=moved).peak_bytes <= moved
