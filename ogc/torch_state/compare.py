@@ -67,8 +67,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The entries as a vector in the order of memory, which takes no copy unless there are gaps."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
+    """The entries as a vector in the order of memory; only what has gaps or repeats entries is copied."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).contiguous().view(-1)
 
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: weights of different entries differ in all bits
