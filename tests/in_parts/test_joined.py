@@ -116,6 +116,7 @@ def test_no_segment_has_operations_of_two_calls():
 
 
 @pytest.mark.parametrize("calls", [None, 4])
+@pytest.mark.full
 def test_almost_every_choice_is_as_good_as_all_others(calls):
     worse = dict.fromkeys(["peak", "time", "both"], 0)
     for seed in SEEDS:

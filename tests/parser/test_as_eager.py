@@ -259,6 +259,7 @@ class BeginsGradient(nn.Module):
 
 
 @pytest.mark.parametrize("by_method", [False, True])
+@pytest.mark.full
 def test_a_tensor_may_be_said_to_require_grad(by_method):
     model = BeginsGradient(by_method)
     optimised = ogc.optimize(model, X, memory_budget="least")
@@ -268,6 +269,7 @@ def test_a_tensor_may_be_said_to_require_grad(by_method):
     assert_same_training(nn.Sequential(model), ogc.optimize(nn.Sequential(model), X, memory_budget="least"), (X,))
 
 
+@pytest.mark.full
 def test_a_custom_function_in_the_models_own_forward_is_an_opaque_module_of_one_call():
     model = Net(lambda x: Cube.apply(x.sin(), 3).exp())
     optimised = ogc.optimize(model, X, verify=True, memory_budget="least")
@@ -363,6 +365,7 @@ class OfTensor(nn.Module):
 
 
 @pytest.mark.parametrize("reads_numbers", [False, True])
+@pytest.mark.full
 def test_blocks_that_write_into_what_they_are_given_are_planned(reads_numbers):
     model, x = OfTensor(reads_numbers), torch.randn(256, 32)
     optimised = ogc.optimize(model, x, memory_budget="least")

@@ -372,6 +372,7 @@ def test_python_state_is_as_before():
     assert all(torch.equal(model(X), result) for result in results)
 
 
+@pytest.mark.full
 def test_opaque_modules_are_named_once_with_the_reason(caplog):
     model = nn.Sequential(Net(Branch()), Net(Custom()), Net(hooked()))
     with caplog.at_level(logging.WARNING):
@@ -406,6 +407,7 @@ def test_autocast_and_no_grad_around_an_opaque_module():
 
 
 @pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.full
 def test_an_opaque_module_under_the_callers_autocast(twice):
     model = Net(Branch(), twice)
 

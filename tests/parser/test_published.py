@@ -208,6 +208,7 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.full
 def test_planning_while_a_profiler_runs(profile):
     """Two profilers cannot run at once: the one that was there first goes on, and weights are estimated."""
     model, x = Hooked(), torch.randn(8, 16)

@@ -96,6 +96,7 @@ class Swapped(nn.Module):
         return torch.tanh(self.linear(x)).sin()
 
 
+@pytest.mark.full
 def test_blocks_that_hooks_swap(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(*(Swapped() if n % 2 else Layer() for n in range(5)))

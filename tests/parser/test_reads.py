@@ -226,6 +226,7 @@ def test_at_the_root_it_is_refused(read):
         ogc.parse(Part(read), X)
 
 
+@pytest.mark.full
 def test_a_number_that_only_a_message_names_is_not_read():
     def read(part, x):
         return x * part.scale if len(f"{x.sum():.1f} {x}") else x

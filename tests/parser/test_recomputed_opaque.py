@@ -218,6 +218,7 @@ class SkipsByChance(nn.Module):
 
 
 @pytest.mark.parametrize("make", [DropsByData, SkipsByChance])
+@pytest.mark.full
 def test_opaque_modules_that_draw_torchs_random_numbers_are_called_again_unasked(make, caplog):
     model = Net(make())
     optimised = wholly(model, X)

@@ -89,6 +89,7 @@ def test_a_collector_around_the_optimised_part_gets_what_it_asks_for(caplog):
         assert all(torch.equal(a, b) for a, b in zip(ours, found, strict=True))
 
 
+@pytest.mark.full
 def test_a_plan_is_not_made_while_a_collector_around_the_part_is_filled(caplog):
     model, plain = Asks(), Asks()
     model.bert.encoder = ogc.optimize(model.bert.encoder, torch.randn(3, 16, 16), memory_budget="least")

@@ -126,6 +126,7 @@ def test_buffers_that_a_forward_resizes_are_as_in_the_plain_model(name, is_warm)
     assert all(map(torch.equal, steps(plain, plain), steps(model, optimized)))
 
 
+@pytest.mark.full
 def test_what_a_resized_buffer_is_put_back_to_is_its_own_memory():
     module, other = Mean(lambda module: module.mean.set_(other)), torch.zeros(8)
     memory = module.mean.untyped_storage().data_ptr(), module.mean.untyped_storage()._cdata

@@ -149,6 +149,7 @@ def texts(figure):
     return [text.get_text() for text in figure.findobj(Text)]
 
 
+@pytest.mark.full
 def test_the_budget_is_drawn_where_it_is(resnet):
     plan = ogc.solve(resnet.graph, memory_budget=0.6)
     assert plan.budget_bytes == int(0.6 * plan.plain_peak_bytes)

@@ -60,6 +60,7 @@ def test_where_the_graph_is_kept():
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.full
 def test_it_is_held_no_longer_than_what_is_asked_for_once(monkeypatch):
     x = torch.randn(2048, 32)
     peaks = [measured_peak(ogc.optimize(blocks(), x, memory_budget="least"), (x,))]

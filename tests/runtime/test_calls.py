@@ -145,6 +145,7 @@ class Recurrent(nn.Module):
         return self.out(self.cell(packed)[0].data).square()
 
 
+@pytest.mark.full
 def test_packed_sequences_of_any_lengths():
     torch.manual_seed(0)
     model = Recurrent()

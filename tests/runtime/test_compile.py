@@ -169,6 +169,7 @@ def test_many_optimized_modules_meet_no_limit(caplog):
     assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
 
 
+@pytest.mark.full
 def test_a_model_in_parts_keeps_its_plans(caplog):
     model = Rows()
     optimised = ogc.optimize(model, X, memory_budget="least")

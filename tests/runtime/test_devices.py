@@ -147,6 +147,7 @@ def nullcontext_of(step):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("name", [*OPTIONS, "no_sync", "comm hook", "autocast", "without a sample"])
+@pytest.mark.full
 def test_data_parallel(ranks, name, order):
     kind = Unused if name == "find unused" else Network
     one, other = ranks.run(ddp, name, kind, order)
@@ -255,6 +256,7 @@ def collective(rank, name):
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.full
 def test_collectives_of_a_forward_run_once(ranks, name):
     ranks.run(collective, name)
 

@@ -127,6 +127,7 @@ def test_an_epoch_with_a_ragged_batch_an_evaluation_and_accumulation_is_the_plai
 
 
 @pytest.mark.parametrize("batch", [1, 3, 5, 9])
+@pytest.mark.full
 def test_another_batch_size_needs_no_other_trace(batch, parses, opened):
     model = Net()
     optimised = ogc.optimize(model, images(4), memory_budget="least")
@@ -135,6 +136,7 @@ def test_another_batch_size_needs_no_other_trace(batch, parses, opened):
 
 
 @pytest.mark.parametrize("batch,size", [(16, 32), (4, 32), (8, 48)])
+@pytest.mark.full
 def test_a_carried_plan_saves_memory(batch, size, parses):
     model = Net()
     optimised = ogc.optimize(model, images(8, 32), memory_budget="least")
@@ -217,6 +219,7 @@ def test_a_branch_is_planned_for_once_on_either_side(parses):
 
 
 @pytest.mark.parametrize("make", [Attention, Positions])
+@pytest.mark.full
 def test_sequence_lengths_of_attention(make, parses, opened):
     model = make()
     optimised = ogc.optimize(model, torch.arange(20).reshape(2, 10) % 11, memory_budget="least")
@@ -511,6 +514,7 @@ def test_untying_parameters_is_seen():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.full
 def test_another_dtype(dtype, opened, parses):
     model = Net()
     optimised = ogc.optimize(model, images(4, 16), memory_budget="least")
@@ -520,6 +524,7 @@ def test_another_dtype(dtype, opened, parses):
 
 
 @pytest.mark.parametrize("planned_with", [False, True])
+@pytest.mark.full
 def test_autocast_on_or_off(planned_with, opened, parses):
     model = Net()
     with torch.autocast("cpu", torch.bfloat16, enabled=planned_with):
@@ -606,6 +611,7 @@ def test_hooks_on_a_submodule_are_called(opened):
     assert len(seen) == 2 and opened
 
 
+@pytest.mark.full
 def test_plans_are_bounded_and_thrashing_ends_in_one_warning(parses, monkeypatch, caplog):
     monkeypatch.setattr(runner, "PLANS", 2)
 

@@ -141,6 +141,7 @@ def test_each_size_gives_what_the_model_gives(name, looks):
         assert made.report().planned == len(SIZES)
 
 
+@pytest.mark.full
 def test_the_code_is_written_once_for_all_sizes(monkeypatch):
     written = []
     generate = runner.generate
@@ -187,6 +188,7 @@ def test_what_is_read_by_a_size_is_a_condition():
         assert_same_step(made, model, torch.randn(3, size, 8))
 
 
+@pytest.mark.full
 def test_a_plan_that_gives_something_else_is_thrown_away(monkeypatch, caplog):
     """The first call of a size is held against the plain model, whatever led to the wrong numbers."""
     known = numbers.numbers_of
@@ -206,6 +208,7 @@ def test_a_plan_that_gives_something_else_is_thrown_away(monkeypatch, caplog):
     assert made.report().planned == 2 and made.report().plain == 2
 
 
+@pytest.mark.full
 def test_a_forward_of_another_program_takes_a_plan_of_its_own(caplog):
     model = Net(repeated)
     made = optimised(model, torch.randn(3, 16, 8))
@@ -215,6 +218,7 @@ def test_a_forward_of_another_program_takes_a_plan_of_its_own(caplog):
     assert caplog.text.count("not reused by numbers alone") == 1
 
 
+@pytest.mark.full
 def test_a_budget_in_bytes_holds_for_each_size(looks):
     model = Net(attention)
     with torch.no_grad():
@@ -230,6 +234,7 @@ def test_a_budget_in_bytes_holds_for_each_size(looks):
     assert plans and plans[0] is not made.plan
 
 
+@pytest.mark.full
 def test_a_share_is_looked_at_outside_of_the_sizes_that_keep_it(looks):
     model = Net(attention)
     made = ogc.optimize(model, torch.randn(3, 24, 8), max_overhead=3.0)
@@ -253,6 +258,7 @@ def test_many_sizes_are_forgotten_and_found_again(monkeypatch):
     assert made.report().plain == 0
 
 
+@pytest.mark.full
 def test_nothing_holds_what_a_size_left():
     model = Net(attention)
     made = optimised(model, torch.randn(3, 16, 8))

@@ -172,6 +172,7 @@ def test_other_threads_read_what_they_like():
     assert_alike(plain, other, optimised)
 
 
+@pytest.mark.full
 def test_what_the_garbage_collector_calls_is_none_of_the_forwards():
     numbers = count()
 

@@ -91,6 +91,7 @@ def test_what_is_held_is_used_as_by_the_plain_model(kind):
     assert optimised.report().planned  # the layers are
 
 
+@pytest.mark.full
 def test_a_generator_that_is_seeded_anew_gives_what_the_plain_model_gets():
     for make, reseed in (
         (lambda: random.Random(0), lambda model: model.held.seed(5)),

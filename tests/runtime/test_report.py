@@ -121,6 +121,7 @@ def test_calls_that_one_plan_ran_are_one_line_of_a_report():
     assert alone[0] == "3 calls by a plan, 0 plain: peak 1.0 of 2.0 MiB"
 
 
+@pytest.mark.full
 def test_a_report_of_parts_names_them():
     class Layer(nn.Module):
         def __init__(self):
@@ -230,6 +231,7 @@ def test_past_a_deadline_the_best_plan_so_far_is_taken(monkeypatch):
     assert not is_late()
 
 
+@pytest.mark.full
 def test_a_model_is_planned_with_little_time_or_much_effort(net, x):
     hurried = ogc.optimize(net, x, planning_seconds=1e-3)
     assert hurried.plan.floor is None

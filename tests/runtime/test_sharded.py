@@ -109,6 +109,7 @@ def without_sample(rank, how):
 
 
 @pytest.mark.parametrize("how", ["before", "after", "units before"])
+@pytest.mark.full
 def test_fully_sharded_without_a_sample(ranks, how):
     ranks.run(without_sample, how)
 

@@ -264,6 +264,7 @@ def collected() -> int:
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_everything_happens_and_nothing_is_left(steps, living):
     frames, opened = living
     tracked: list[tuple[int, int]] = []
