@@ -4,8 +4,9 @@ A plan is looked at before the backwards of a few operations, its *moments*, of 
 backward. Variables from 0 to 1, for the moments k, the operations u and the tensors i that a plan may hold:
 
     held[k, i]      how much of i is there at moment k
-    again[a, b, u]  whether u is recomputed between moments a and b, or after a where b is the end
+    again[a, b, u]  whether u is recomputed between moments a and b: neighbours, one and the end, or at last any two
     low[u]          whether u runs as its low-memory variant: 0 or 1
+    supplied[u]     whether a recomputation supplies what u saved, for which the runtime takes time
 
 Minimise the seconds of what is recomputed between each moment and the next, or the peak within such a time, such that
 
@@ -13,7 +14,8 @@ Minimise the seconds of what is recomputed between each moment and the next, or 
     1 <= held[a, i] + again[a, b, maker of i]     for what a backward between a and b saved
     held[b, i] <= held[a, i] + again[a, b, maker of i]
     again[a, b, u] <= held[a, i] + again[a, b, maker of i]     for each i that u reads
-    again[a, end, u] <= again[a, a+1, u] + again[a+1, end, u]
+    again[a, b, u] <= again[a, a+1, u] + again[a+1, b, u]
+    1 <= held[k, i] + supplied[u]                 for what u saved, if its backward comes after moment k
     sum of bytes[i] held[k, i] + bytes beside <= peak           at each moment k
 
 Every plan gives a solution, and so does every schedule that recomputes any value at any time; so no plan is better than
@@ -22,8 +24,8 @@ order operations are recomputed in between. Moments are added where the solution
 may, until there is none.
 
 The relaxation is that of Jain et al., "Checkmate: breaking the memory wall with optimal tensor rematerialization",
-MLSys 2020, at a few moments in the place of all. Its weakness is mended by what is recomputed up to the end: without
-it, half of a tensor that is held serves to recompute half of another one in each period anew.
+MLSys 2020, at a few moments in the place of all. Its weakness is mended by periods of any length: without them, half of
+a tensor that is held serves to recompute half of another one in each period anew.
 
 Raises:
     DependencyError: scipy is not installed.
@@ -32,7 +34,7 @@ Raises:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,7 +43,8 @@ from numpy.typing import NDArray
 
 from ..errors import DependencyError
 from ..graph import MIB, Graph
-from .simulate import lower_bound, plain_peak
+from .decisions import Decisions
+from .simulate import lower_bound, plain_peak, simulate
 
 try:
     from scipy.optimize import Bounds as Box
@@ -50,8 +53,11 @@ try:
 except ImportError as error:
     raise DependencyError("bounds need scipy, which is not installed: pip install scipy") from error
 
-ROUNDS = 20
+ROUNDS = 12
 """Most programs that are solved, each with a moment more than the one before; three to ten are the rule."""
+
+MANY, LARGE, APART = 7, 3_000, 30
+"""Moments and variables, about, of the program with a plan's peaks, and how many parts of a program these are in."""
 
 SMALL = 1e-5
 """Tensors of at most this share of the plain peak are taken to be there always."""
@@ -73,10 +79,16 @@ Row = list[tuple[float, int]]
 
 
 class Bounds:
-    """What holds of all plans of a graph: those of :func:`ogc.make_plan` and the plain one."""
+    """What holds of all plans of a graph: those of :func:`ogc.make_plan` and the plain one.
 
-    def __init__(self, graph: Graph) -> None:
+    Args:
+        graph: the weighted graph.
+        plan: memory is looked at where this one peaks, too, so that its own gap becomes small.
+    """
+
+    def __init__(self, graph: Graph, plan: Decisions | None = None) -> None:
         self.graph, self.plain_peak = graph, plain_peak(graph)
+        self.peaks = [] if plan is None else _peaks(graph, plan)
 
     @cached_property
     def _tensors(self) -> _Tensors:
@@ -100,10 +112,10 @@ class Bounds:
         """The least peak in units or, with a budget, the least time in steps; infinite if there is none."""
         tensors, moments, best, whole = self._tensors, [len(self.graph) - 1], -math.inf, False
         for _ in range(ROUNDS):
-            program = _Relaxation(tensors, sorted(moments, reverse=True), budget, seconds)
+            program = _Relaxation(tensors, moments, budget, seconds)
             best = max(best, program.solve(whole))
             if program.solution is None:
-                break
+                return best
             alive = program.least_alive()
             worst = int(np.argmax(alive))
             if worst not in moments and alive[worst] > (best if budget is None else budget / tensors.unit) * SETTLED:
@@ -112,7 +124,22 @@ class Bounds:
                 break
             else:
                 whole = True
-        return best
+        many = min(MANY, math.isqrt(4 * LARGE // len(self.graph)))  # as there are periods between any two
+        further = dict.fromkeys([*moments, *self.peaks][:many])
+        return max(best, _Relaxation(tensors, further, budget, seconds, any_two=True).solve(False))
+
+
+def _peaks(graph: Graph, plan: Decisions) -> list[int]:
+    """The backwards in which a plan peaks, the highest first, some way from one another."""
+    alive: dict[int, int] = {}
+    for event in simulate(graph, plan).timeline:
+        if event.phase == "backward":
+            alive[event.operation] = max(event.bytes, alive.get(event.operation, 0))
+    found: list[int] = []
+    for t in sorted(alive, key=lambda t: -alive[t]):
+        if all(abs(t - other) > len(graph) // APART for other in found):
+            found.append(t)
+    return found
 
 
 @dataclass(frozen=True)
@@ -260,8 +287,16 @@ class _Tensors:
 class _Relaxation:
     """The linear program at given moments, in units of the plain peak and of the plain step."""
 
-    def __init__(self, tensors: _Tensors, moments: Sequence[int], budget: int | None, seconds: float | None) -> None:
-        self.tensors, self.moments = tensors, moments
+    def __init__(
+        self,
+        tensors: _Tensors,
+        moments: Iterable[int],
+        budget: int | None,
+        seconds: float | None,
+        any_two: bool = False,
+    ) -> None:
+        self.tensors, self.moments, self.any_two = tensors, sorted(moments, reverse=True), any_two
+        moments = self.moments
         self.unit, self.step = tensors.unit, tensors.graph.step_seconds or 1.0
         self.count = 0
         self.rows: list[Row] = []
@@ -269,9 +304,10 @@ class _Relaxation:
         self.low = dict(zip(tensors.graph.low_memory, self._variables(len(tensors.graph.low_memory)), strict=True))
         self.held: list[dict[int, int]] = [self._named(i for i in tensors.useful(t + 1)) for t in moments] + [{}]
         self.cost: Row = [(more / self.step, self.low[t]) for t, more in tensors.low_seconds.items()]
-        self.until_end: list[dict[int, int]] = []
+        self.again: dict[tuple[int, int], dict[int, int]] = {}
         for place in reversed(range(len(moments))):
-            self.until_end.append(self._add_time(place))
+            self._add_time(place)
+        self._add_supplied()
         self.peak = next(self._variables(1)) if budget is None else None
         for place in range(len(moments)):
             self._add_memory(place, None if budget is None else budget / self.unit)
@@ -291,22 +327,19 @@ class _Relaxation:
         self.rows.append(row)
         self.most.append(most)
 
-    def _add_time(self, place: int) -> dict[int, int]:
-        """What is recomputed from a moment to the next, and to the end; the variables of the latter."""
-        tensors, first = self.tensors, self.moments[place]
-        following, last = place + 1, len(self.moments)
-        stop = self.moments[following] if following < last else -1
-        again = self._named(tensors.repeated(first))
-        self._add_period(place, again, range(stop + 1, first), following)
-        self.cost += [(tensors.seconds[t] / self.step, x) for t, x in again.items()]
-        if following == last:
-            return again
-        until_end = self._named(tensors.repeated(first))
-        self._add_period(place, until_end, range(first), last)
-        for t, x in until_end.items():
-            later = self.until_end[-1].get(t)
-            self._at_most(0.0, [(1.0, x), (-1.0, again[t]), *([] if later is None else [(-1.0, later)])])
-        return until_end
+    def _add_time(self, place: int) -> None:
+        """What is recomputed from a moment to the next and to the end, or to each later one."""
+        tensors, first, last = self.tensors, self.moments[place], len(self.moments)
+        for following in range(place + 1, last + 1) if self.any_two else sorted({place + 1, last}):
+            self.again[place, following] = again = self._named(tensors.repeated(first))
+            stop = self.moments[following] if following < last else -1
+            self._add_period(place, again, range(stop + 1, first), following)
+            if following == place + 1:
+                self.cost += [(tensors.seconds[t] / self.step, x) for t, x in again.items()]
+                continue
+            for t, x in again.items():
+                parts = self.again[place, place + 1].get(t), self.again[place + 1, following].get(t)
+                self._at_most(0.0, [(1.0, x), *((-1.0, part) for part in parts if part is not None)])
 
     def _add_period(self, place: int, again: dict[int, int], backwards: Iterable[int], following: int) -> None:
         """What is recomputed between two moments, the backwards between them, and what is held at the second."""
@@ -326,6 +359,18 @@ class _Relaxation:
             for i in tensors.read[t]:
                 if not tensors.is_there[i]:
                     self._at_most(0.0, [(1.0, x), *there(i)])
+
+    def _add_supplied(self) -> None:
+        """What the runtime takes for saved tensors that a recomputation supplies: those of which some is not held."""
+        tensors, graph = self.tensors, self.tensors.graph
+        weights = [graph.runtime.saved_tensor * op.saved_tensors for op in graph.operations[: graph.end]]
+        supplied = self._named(t for t, weight in enumerate(weights) if weight)
+        self.cost += [(weights[t] / self.step, x) for t, x in supplied.items()]
+        for t, x in supplied.items():
+            for place, moment in enumerate(self.moments):
+                for i, own, more in tensors.needs[t] if t <= moment else ():
+                    if not tensors.is_there[i]:
+                        self._at_most(-own, [*self._if_low(t, more), (-1.0, self.held[place][i]), (-1.0, x)])
 
     def _if_low(self, t: int, more: float) -> Row:
         return [(more, self.low[t])] if more else []
@@ -381,8 +426,8 @@ class _Relaxation:
         """
         tensors, value = self.tensors, self.solution
         again = np.zeros(len(tensors.graph))
-        for until_end in self.until_end:
-            for t, x in until_end.items():
+        for place in range(len(self.moments)):
+            for t, x in self.again[place, len(self.moments)].items():
                 again[t] = max(again[t], value[x])
         alive, stays, there = np.zeros(len(tensors.graph)), float(tensors.output_bytes), dict[int, float]()
         for t, needs in enumerate(tensors.needs):

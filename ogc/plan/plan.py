@@ -128,7 +128,7 @@ class Plan:
         """
         from .bounds import Bounds, Gap
 
-        bounds, asked = Bounds(self._known_graph), (self.max_overhead or 0.0) * self.step_seconds
+        bounds, asked = Bounds(self._known_graph, self.decisions), (self.max_overhead or 0.0) * self.step_seconds
         return Gap(
             self.peak_bytes,
             self.added_seconds,

@@ -36,7 +36,7 @@ def variants_graph(seed, most):
 
 
 def check_no_plan_is_better(graph, plans):
-    bounds = Bounds(graph)
+    bounds = Bounds(graph, plans[0].decisions)
     for plan in plans:
         assert bounds.least_bytes(plan.added_seconds) <= plan.peak_bytes
         assert bounds.least_seconds(plan.peak_bytes) <= plan.added_seconds * (1 + 1e-9) + 1e-9
@@ -49,7 +49,8 @@ def check_random_plans(seed, count, goals=()):
     for graph in (random_graph(seed, most=14), variants_graph(seed, most=14)):
         rng = random.Random(seed)
         plans = [*random_plans(graph, rng, count), *random_plans(graph, rng, count, random_decisions)]
-        planned = [ogc.solve(replace(graph), effort=1, **goal) for goal in goals]
+        can_all = all(op.replayable for op in graph.operations)
+        planned = [ogc.solve(replace(graph), effort=1, **goal) for goal in goals if can_all or not graph.low_memory]
         check_no_plan_is_better(graph, [*plans, *planned, plain_plan(graph)])
 
 
