@@ -132,7 +132,7 @@ def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
             found = weigh(costs, decisions)
         except PlanError:  # an operation would run twice that must not
             return best
-        return found if aim.price(found) <= aim.price(best) else best
+        return found if aim.price(found) <= aim.price(best) and not aim.excess(found) else best
 
     for policy in best.decisions.policies:
         best = or_simpler(best, policies=tuple(each for each in best.decisions.policies if each != policy))

@@ -48,7 +48,7 @@ def solve(
         solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
         effort: how long a local search improves what the dynamic program finds: 0 not at all, 1 for less time than
-            that takes, 2 and 3 for ten and a hundred times as many moves. Without a compiler fewer are made.
+            that takes, 2 and 3 for some ten and a hundred times as many moves. Without a compiler fewer are made.
         keep: names, patterns such as ``"layers.*.attn"`` and types of modules whose results are saved and never
             recomputed, wherever they are needed after the forward. A type needs a graph that :func:`ogc.parse` made.
         recompute: modules of which nothing stays from the forward to the backward but what one with submodules hands
@@ -252,8 +252,10 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
     graph = search.graph
     if aim.budget is not None:
         search.fastest(aim.budget)
-        if aim.best([*search.found, *known.plans]) is None:
-            moves, least = _moves(LAST_EFFORT, graph), min([search.least_peak, *known.plans])
+        asked = (aim.budget, LAST_MOVES)
+        if aim.best([*search.found, *known.plans]) is None and asked not in known.answered:
+            known.answered.add(asked)
+            moves, least = LAST_MOVES * _moves(1, graph), min([search.least_peak, *known.plans])
             known.learn([polished(search.costs, least, replace(aim, budget=None), moves)])
             if (fits := aim.best(known.plans)) is not None:
                 known.learn([polished(search.costs, fits, aim, moves)])
@@ -317,14 +319,14 @@ def _known_of(graph: Graph) -> _Known:
     return _known[id(graph)]
 
 
-EFFORTS = {0: 0, 1: 10_000, 2: 50_000, 3: 400_000}
+EFFORTS = {0: 0, 1: 8_000, 2: 50_000, 3: 400_000}
 """Moves of the local search by ``effort``."""
 
-LAST_EFFORT = 2
-"""What is tried where nothing that was found fits a budget."""
+LAST_MOVES = 5
+"""Times as many moves as with effort 1, once for each budget that nothing fits which was found."""
 
-MOVES_TIMES_OPERATIONS = 3_000_000
-"""Most moves with effort 1, times operations: in long programs each takes longer."""
+MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 100, 2_000_000
+"""Most moves with effort 1: short programs have few, and in long ones each takes longer."""
 
 TOLD_LONGER = 1.1
 """Times as long as what is told takes at least, for a plan without a goal where that is more than is fair."""
@@ -336,7 +338,7 @@ SLOWER = 50
 def _moves(effort: int, graph: Graph) -> int:
     moves = EFFORTS[effort]
     if effort == 1:
-        moves = min(moves, MOVES_TIMES_OPERATIONS // len(graph))
+        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // len(graph))
     return moves if library() is not None else moves // SLOWER
 
 

@@ -416,8 +416,7 @@ class Observer:
 
     def _function(self, function: FunctionType) -> None:
         owner = self._add(function, Source(FIXED, "", function))
-        if function.__defaults__ or function.__kwdefaults__ or vars(function):
-            self._read_all(owner)
+        self._read_all(owner)
         for place, cell in enumerate(function.__closure__ or ()):
             self._read_all(self._add(cell, Source(owner.number, "cell", place)))
 
