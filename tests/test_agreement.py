@@ -98,7 +98,7 @@ def test_a_plan_that_does_not_fit_is_made_anew(ranks, caplog, budget, graph, is_
 
 
 def test_keys_differ_as_graphs_and_goals_do():
-    goals = ({}, {"goal": LEAST_PEAK}, {"goal": Goal(max_overhead=0.2)}, {"goal": Goal("1kB")}, {"effort": 1})
+    goals = ({}, {"goal": LEAST_PEAK}, {"goal": Goal(max_overhead=0.2)}, {"goal": Goal("1kB")}, {"effort": 2})
     graphs = chain([10] * 6), chain([10] * 5 + [11])
     options = [replace(LEAST, solving=SolveOptions(**goal)) for goal in goals]
     assert len({Toy(one, graph).key for one in options for graph in graphs}) == 10

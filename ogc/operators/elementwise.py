@@ -117,8 +117,6 @@ register(
     Operator(aten.silu.default, _low_memory(aten.silu.default, aten.silu_backward, "input")),
     Operator(aten.gelu.default, _low_memory(aten.gelu.default, aten.gelu_backward, "input")),
     *run_for_bytes(aten.mish.default, aten.maximum.default, aten.minimum.default),
-    # Of these two only whether it is in a range counts, and operand and result are in it together.
-    *(Operator(one, from_either=True) for one in (aten.leaky_relu.default, aten.hardtanh.default)),
     Operator(aten.threshold_backward.default, on_meta=_threshold_backward),
     *(Operator(one, needs_data=_has_mask) for one in (aten.index_put.default, aten.index_put_.default)),
     *(Operator(one, needs_data=_has_mask) for one in (aten.masked_scatter.default, aten.masked_scatter_.default)),

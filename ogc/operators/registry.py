@@ -40,7 +40,6 @@ class Operator:
         copies_strided_gradients: its backward first makes a gradient contiguous.
         returns_view: its result is its own, and dense, and a view all the same.
         begins_graph: autograd's graph begins with its result, and holds that and its gradient.
-        from_either: its backward gives the same from its operand and from its result.
         unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.calls`.
     """
 
@@ -56,7 +55,6 @@ class Operator:
     copies_strided_gradients: bool = False
     returns_view: bool = False
     begins_graph: bool = False
-    from_either: bool = False
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
     @property

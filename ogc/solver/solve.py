@@ -233,7 +233,7 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
         found = known.best(graph, goal, aim)
     if not is_late():
         known.answered.add(asked)
-    if not goal.is_bounded and known.plans:
+    if not goal.is_bounded and known.plans and not is_late():
         plain = replace(plain, floor=(known.plans[0].peak_bytes, known.plans[0].seconds))
     if budget is not None and found is None:
         least = plain.deciding(known.plans[0].decisions, "optimal")

@@ -99,7 +99,7 @@ def test_a_plan_of_the_graph_is_one_of_each_call_that_takes_no_more(seed):
     step = some_step(seed)
     graph = step.graph({event.key: event.outside for event in step.events})
     for plan in ogc.frontier(graph).plans:
-        if plan.recomputed_values:  # for other calls too, which no plan of one call can say
+        if plan.decisions.policies:  # for other calls too, which no plan of one call can say
             continue
         choice = tuple(step.plan_of_call(n, plan.decisions, "by hand") for n in range(len(step.calls)))
         assert step.peak(choice) <= plan.peak_bytes

@@ -28,7 +28,8 @@ OTHER = {
 
 def test_they_are_the_arguments_of_parse(monkeypatch):
     names = {name: of.default for name, of in list(inspect.signature(parse).parameters.items())[2:]}
-    assert names == {field.name: field.default for field in fields(ParseOptions)} and list(OTHER) == list(names)
+    own = {field.name: field.default for field in fields(ParseOptions) if field.name != "told"}
+    assert names == own and list(OTHER) == list(names)
     monkeypatch.setitem(parse.__globals__, "parsed", lambda model, sample, options: options)
     assert parse(None, None) == ParseOptions() and parse(None, None, **OTHER) == ParseOptions(**OTHER)
 

@@ -96,10 +96,11 @@ def test_a_plan_that_meets_its_bounds_is_optimal():
 def test_the_gap_is_by_what_was_asked_for():
     graph = chain([9, 4, 7, 7, 3, 8, 8, 5, 5, 6])
     plan = ogc.solve(graph, max_overhead=0.2)
-    assert plan.gap.least_bytes == Bounds(graph).least_bytes(0.2 * graph.step_seconds)
-    assert replace(plan, max_overhead=None).gap.least_bytes == Bounds(graph).least_bytes(plan.added_seconds)
+    bounds = Bounds(graph, plan.decisions)
+    assert plan.gap.least_bytes == bounds.least_bytes(0.2 * graph.step_seconds)
+    assert replace(plan, max_overhead=None).gap.least_bytes == bounds.least_bytes(plan.added_seconds)
     budget = plan_of_bytes(graph, 0.7)
-    assert budget.gap.least_seconds == Bounds(graph).least_seconds(budget.budget_bytes)
+    assert budget.gap.least_seconds == Bounds(graph, budget.decisions).least_seconds(budget.budget_bytes)
 
 
 def plan_of_bytes(graph, share):

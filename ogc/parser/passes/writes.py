@@ -145,7 +145,7 @@ def _has_same_backward(node: torch.fx.Node, functional: Any) -> bool:
     What a result was computed from is gone when it is written in place, so some gradients are computed from the result
     there, but by other formulas from the operand out of place (``elu_``).
     """
-    return of(functional).from_either or _saves_result(node, node.target) == _saves_result(node, functional)
+    return _saves_result(node, node.target) == _saves_result(node, functional)
 
 
 def _saves_result(node: torch.fx.Node, target: Any) -> bool:
