@@ -112,7 +112,8 @@ def optimize(
             one at the first call, and after the parameters moved, from another seed, on another input that is made of
             it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
             smaller batch.
-        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`.
+        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`. With
+            ``compile`` there is none.
         planning_seconds: after which the best plan found so far is taken, for each call that is planned. What is then
             not measured yet is estimated. Recording the forward is not cut short.
         keep: names, patterns such as ``"layers.*.attn"`` and types of submodules whose results are saved and never
@@ -158,7 +159,8 @@ def optimize(
         loss, holds_outputs, outputs, parse_graph=parse_graph, profile=profile, opaque_modules=opaque_modules,
         recompute_opaque=recompute_opaque,
     )  # fmt: skip
-    solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort)
+    # What is compiled is the longer, the fewer cuts there are: a local search makes some that hardly pay.
+    solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort if backend is None else 0)
     if (said := Instructions(keep, recompute, once)) and solver != "optimal":
         raise InputError(f"solver={solver!r} cannot be told {said}; only 'optimal' can")
     if said and (chunks > 1 or backend is not None):

@@ -113,6 +113,7 @@ def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):
     assert plan.recomputed_seconds > 0
 
 
+@pytest.mark.full
 def test_a_measured_profile_plans_on_measured_slices(wide):
     model, x = wide
     graph = ogc.parse(model, x, profile="measure")
@@ -122,6 +123,7 @@ def test_a_measured_profile_plans_on_measured_slices(wide):
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.full
 def test_a_budget_that_needs_slices(wide):
     model, x = wide
     budget = ogc.solve(ogc.parse(model, x), memory_budget="least").peak_bytes * 4 // 5

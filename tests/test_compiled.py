@@ -232,6 +232,7 @@ def test_a_second_backward_is_right_or_an_error(make, backward, refused):
     assert_equal(*([gradients] for gradients in found))
 
 
+@pytest.mark.full
 def test_in_evaluation_nothing_is_compiled():
     model, x = blocks(2)
     optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")

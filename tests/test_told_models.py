@@ -178,6 +178,7 @@ class Unplannable(Net):
 
 
 @pytest.mark.parametrize("goal", FEW)
+@pytest.mark.full
 def test_parts_are_told_by_their_names_in_the_model(goal):
     torch.manual_seed(0)
     model, x = Unplannable(), torch.randn(256, 64)

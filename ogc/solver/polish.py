@@ -134,6 +134,7 @@ def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
             return best
         return found if aim.price(found) <= aim.price(best) and not aim.excess(found) else best
 
+    best = or_simpler(best, tuple(map(_without_vain_levels, best.decisions.segments)))
     for policy in best.decisions.policies:
         best = or_simpler(best, policies=tuple(each for each in best.decisions.policies if each != policy))
     for t in best.decisions.low_memory:
@@ -146,6 +147,14 @@ def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
         elif behind and not one.parts and not behind[0].parts:
             best = or_simpler(best, (*before, saved(one.start, behind[0].stop), *behind[1:]))
     return best
+
+
+def _without_vain_levels(one: Segment) -> Segment:
+    """A segment without levels that are recomputed as a whole by the level around them."""
+    parts = tuple(map(_without_vain_levels, one.parts))
+    if len(parts) == 1 and parts[0].parts:
+        return replace(parts[0], policies=tuple({**dict(parts[0].policies), **dict(one.policies)}.items()))
+    return replace(one, parts=parts)
 
 
 class _Moves:

@@ -324,6 +324,7 @@ def test_a_largest_batch_is_found_by_measuring(each, fixed, size):
     assert 0 not in measured and len(measured) == len(set(measured))
 
 
+@pytest.mark.full
 def test_a_device_is_planned_for_with_loss_and_optimizer(run, capsys):
     status, data = run("--device-memory", "3MB", "--batch-size", "4", *DEVICE)
     (row,) = data["rows"]

@@ -141,6 +141,7 @@ def test_the_same_rows_make_the_same_picture(tmp_path):
 # -- runs ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_run(monkeypatch, tmp_path, capsys):
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
     smaller = replace(CASES[TINY], build=lambda: nn.Sequential(*blocks), input=Numbers((64,)))

@@ -179,6 +179,7 @@ def test_ours_must_have_the_plain_bits_and_others_may_differ(trial, capsys):
 # -- ours ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_smallest_plan_with_no_more_flops_recomputes_whatever_has_none(monkeypatch):
     monkeypatch.setattr(ways, "POINTS", 6)
     layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh(), nn.Sigmoid()) for _ in range(6)]

@@ -143,6 +143,7 @@ def test_the_plain_model_stays_plain(way):
     assert peak == 0 or peak >= 0.85 * peak_bytes(lambda: loss_of(Codes()(X)).backward(), "cpu")
 
 
+@pytest.mark.full
 def test_the_plain_model_is_what_it_was_beside_one_with_a_loss():
     plain = Codes().eval()
     expected = plain(X)

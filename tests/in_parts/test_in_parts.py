@@ -329,6 +329,7 @@ def test_a_budget_that_nothing_meets_names_the_least_peak_and_leaves_no_trace():
     assert not any(CALL in vars(module) for module in model.modules())
 
 
+@pytest.mark.full
 def test_more_time_is_less_memory():
     model, given = Tower(), rows()
     plans = [ogc.optimize(model, given, max_overhead=share).plan for share in (0.0, 0.05, 0.1, 0.2)]
@@ -428,6 +429,7 @@ def test_state_attributes_and_modules_are_shared():
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_copies_and_pickles_of_the_plain_model_are_clean():
     model, given = Tower(), rows()
     optimised = ogc.optimize(model, given, memory_budget="least")
@@ -516,6 +518,7 @@ def test_threads_are_apart(opened):
     assert not failures
 
 
+@pytest.mark.full
 def test_really_compiled_models_are_refused_and_parts_are_not():
     model, given = Tower(), rows()
     optimised = ogc.optimize(model, given, memory_budget="least")
@@ -633,6 +636,7 @@ def test_what_is_written_after_a_part_took_it_is_no_trouble():
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_other_sizes_are_carried_over_or_planned(opened):
     model, given = Tower(), rows()
     optimised = ogc.optimize(model, given, memory_budget="least")
@@ -874,6 +878,7 @@ def assert_same_for_counts(model, optimised, given):
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.full
 def test_an_attribute_that_is_set_in_a_later_step_alone_is_seen():
     class SetsLater(Tower):
         def __init__(self):
@@ -900,6 +905,7 @@ def test_an_attribute_that_is_set_in_a_later_step_alone_is_seen():
     assert later and not any(calls.is_plain for calls in later)
 
 
+@pytest.mark.full
 def test_a_part_that_sets_attributes_of_others_is_none():
     class Tells(Block):
         def __init__(self):
@@ -935,6 +941,7 @@ def test_a_part_that_sets_attributes_of_others_is_none():
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_what_an_opaque_module_in_a_part_leaves_behind_is_there():
     class Leaves(nn.Module):
         def __init__(self):

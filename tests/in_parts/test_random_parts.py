@@ -90,7 +90,14 @@ class RandomModel(nn.Module):
         return (self.last(x), kept) if self.returns_both else self.last(x)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
+SEEDS = [
+    *range(2),
+    *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6)),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60)),
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_models_in_parts(seed):
     torch.manual_seed(seed)
     model, x = RandomModel(seed), torch.randn(512, WIDTH, requires_grad=seed % 2 == 0)

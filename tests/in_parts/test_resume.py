@@ -75,6 +75,7 @@ def test_parts_that_the_forward_leaves_out_by_chance(tmp_path, unsolved, source)
     assert len(seen) > 2
 
 
+@pytest.mark.full
 def test_parts_for_which_no_plan_is_better_stay_plain(unsolved):
     model, given = Tower(), rows()
     plan = ogc.optimize(model, given, memory_budget="least").plan
@@ -85,6 +86,7 @@ def test_parts_for_which_no_plan_is_better_stay_plain(unsolved):
     assert decisions(ogc.optimize(model, given, plan=saved).plan) == decisions(plan)
 
 
+@pytest.mark.full
 def test_a_part_that_is_new_is_told():
     model, given = Tower(), rows()
     plan = ogc.optimize(model, given, memory_budget="least").plan

@@ -65,6 +65,7 @@ def test_a_model_without_parameters_is_planned():
     ogc.check(model, optimised, x).raise_if_different()
 
 
+@pytest.mark.full
 def test_a_frozen_model_behind_a_projector_is_planned_in_one():
     class Projected(nn.Module):
         def __init__(self):

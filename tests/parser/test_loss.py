@@ -111,6 +111,7 @@ def blocks(*widths, last):
     )
 
 
+@pytest.mark.full
 def test_both_steps_of_an_adversarial_training_peak_as_simulated():
     made = blocks(8, 32, 32, 32, last=[nn.Conv2d(32, 3, 3, padding=1)])
     verify = blocks(3, 32, 32, 32, last=[nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1)])
@@ -164,11 +165,13 @@ def starts_of(result, loss=None, names=()):
     return graph.operations[-1].gradient_bytes
 
 
+@pytest.mark.full
 def test_the_backward_starts_at_the_one_scalar():
     assert starts_of(lambda y: (y, y.mean())) == 4
     assert starts_of(lambda y: (y, y.detach().mean())) == 16 * 8 * 4
 
 
+@pytest.mark.full
 def test_of_several_scalars_the_backward_starts_at_the_one_called_loss():
     assert starts_of(lambda y: {"other": y.square().sum(), "loss": y.mean(), "y": y}) == 4
     assert starts_of(lambda y: {"other": y.square().sum(), "second": y.mean()}) == 8

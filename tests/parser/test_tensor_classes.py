@@ -227,7 +227,8 @@ def test_jagged_tensors_in_opaque_modules_are_recomputed(make):
     torch.manual_seed(0)
     model, x = Stack(make), torch.randn(16, 16, 32)
     once, again = (
-        ogc.optimize(model, x, recompute_opaque=repeatable, memory_budget="least") for repeatable in (False, None)
+        ogc.optimize(model, x, recompute_opaque=repeatable, memory_budget="least", effort=0)
+        for repeatable in (False, None)
     )
     assert again.plan.peak_bytes < 0.7 * once.plan.peak_bytes
     loss = again(x)

@@ -72,6 +72,7 @@ def test_any_plan_of_it_is_bitwise_and_peaks_as_simulated(seed):
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+@pytest.mark.full
 def test_its_products_are_kept_and_the_rest_is_made_again():
     """No matrix product runs again where selective checkpointing would keep them all."""
     encoder = nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True)

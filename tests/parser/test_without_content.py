@@ -95,6 +95,7 @@ def test_the_graph_is_that_of_the_model_with_content(model, sample):
     )
 
 
+@pytest.mark.full
 def test_a_loss_with_real_targets():
     targets = torch.arange(24)
 

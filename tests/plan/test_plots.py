@@ -159,6 +159,7 @@ def test_the_budget_is_drawn_where_it_is(resnet):
     assert not [text for text in texts(ogc.solve(resnet.graph, memory_budget="least").plot()) if "budget" in text]
 
 
+@pytest.mark.full
 def test_the_frontier_shows_its_plans_and_the_peers(resnet):
     curve = ogc.frontier(resnet.graph, points=6)
     (ax,) = curve.plot(peers={"chen": (5 * MIB, 0.25)}).axes

@@ -284,6 +284,7 @@ def uneven(rank, change):
 
 
 @pytest.mark.parametrize("change", ["size", "gradient"])
+@pytest.mark.full
 def test_one_rank_plans_inside_a_step(ranks, change):
     """Its forward runs for that, but nothing in it that the other ranks would have to join."""
     (none, _), (some, lines) = ranks.run(uneven, change)

@@ -115,7 +115,9 @@ def test_fully_sharded_without_a_sample(ranks, how):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("how", ["before", "after", "units before", "units after"])
+@pytest.mark.parametrize(
+    "how", ["before", *(pytest.param(how, marks=pytest.mark.full) for how in ("after", "units before", "units after"))]
+)
 def test_fully_sharded(ranks, how, options):
     ranks.run(sharding, how, options, (32, 32, 32))
 
@@ -147,6 +149,7 @@ def test_memory_of_a_sharded_model(ranks, how):
         assert ours < (0.6 if how == "units after" else 0.5) * plain, (ours, plain)  # what is around units is plain
 
 
+@pytest.mark.full
 def test_goal_of_a_sharded_model(ranks):
     """A share is kept by each unit: less is run again, and more kept, than without."""
     (least, _), (share, _) = (
@@ -230,6 +233,7 @@ def compiled_units(rank):
     assert our_calls >= plain_calls > 0, runs
 
 
+@pytest.mark.full
 def test_units_that_were_compiled_stay_compiled(ranks):
     ranks.run(compiled_units)
 

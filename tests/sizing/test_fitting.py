@@ -77,6 +77,7 @@ def test_the_settings_of_the_process_count(monkeypatch):
     assert used_bytes(cuda(), plan) == 40 * MIB
 
 
+@pytest.mark.full
 def test_smaller_budgets_are_tried_until_what_is_reserved_fits():
     graph = graph_of([11] * 12, gradient_bytes=11 * MIB, backward_bytes=22 * MIB)
     on_cuda = cuda(parameters=3 * MIB, tensors=(3 * MIB,))

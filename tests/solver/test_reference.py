@@ -116,6 +116,7 @@ def test_on_long_chains_the_binomial_schedule_is_neither_smaller_nor_faster(leng
     assert same.recomputed_seconds < binomial.recomputed_seconds
 
 
+@pytest.mark.full
 def test_a_plan_nested_as_deep_as_plans_are_trains_the_same():
     torch.manual_seed(0)
     layers = [layer for _ in range(50) for layer in (nn.Linear(64, 64), nn.ReLU())]

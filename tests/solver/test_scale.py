@@ -31,6 +31,7 @@ class Tiny(nn.Module):
 
 
 @pytest.mark.parametrize("calls", [5, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.full
 def test_a_long_chain(calls):
     model, x = Tiny(calls), torch.randn(100)
     graph = ogc.parse(model, x)

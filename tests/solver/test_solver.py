@@ -621,6 +621,7 @@ def test_selective_plans_leave_out_what_must_not_run_twice():
     assert plain.is_plain
 
 
+@pytest.mark.full
 def test_the_frontier_has_plans_for_the_budgets_asked_for():
     graph = random_graph(5, most=60)
     least, plain = ogc.solve(graph, memory_budget="least").peak_bytes, ogc.solve(graph, solver="none").peak_bytes
