@@ -69,7 +69,7 @@ def test_plans_of_small_modules_have_the_exact_least_peak(name):
     assert peak == 0 and len(overheads) == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="the local search misses some of the optima")
 def test_plans_are_close_to_the_exact_optima():
     peaks, overheads = [], []
