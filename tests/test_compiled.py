@@ -166,6 +166,7 @@ def test_nothing_is_compiled_while_it_trains(make):
         assert_equal(steps(copy.copy(optimised), model, x), expected)
 
 
+@pytest.mark.full
 def test_equal_stretches_are_compiled_once():
     model, x = blocks()
     found = regions(ogc.optimize(model, x, compile="aot_eager", memory_budget="least"))

@@ -324,6 +324,7 @@ def test_a_damaged_file_is_told_and_written_anew(tmp_path, caplog, kind, damage)
     assert [path.read_text() for path in files] == texts
 
 
+@pytest.mark.full
 def test_a_plan_of_another_kind_in_the_place_of_ones_own_is_told(tmp_path, caplog):
     model, given, _ = model_of("parts")
     plan = ogc.optimize(model, given, cache_dir=tmp_path, memory_budget="least").plan
@@ -384,6 +385,7 @@ def call(optimised, given):
 
 
 @pytest.mark.parametrize("kind", ["residual", "parts"])
+@pytest.mark.full
 def test_plans_for_other_kinds_of_calls_are_kept_too(tmp_path, unsolved, caplog, kind):
     model, given, goal = model_of(kind)
     frozen = model.head if kind == "residual" else model.blocks[0][3]

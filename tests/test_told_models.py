@@ -118,6 +118,7 @@ def optimized(model, x=None, **told):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.full
 def test_optimize_is_told_the_same(is_late):
     model, x = net()
     told = {"recompute": [Block], "keep": [Bend], "once": ["layers.0.up"]}
@@ -143,6 +144,7 @@ def test_what_is_told_holds_for_other_sizes_budgets_and_copies():
     assert "sin" not in again and held["sin"] == 4
 
 
+@pytest.mark.full
 def test_saved_plans_keep_to_what_is_told(tmp_path):
     model, x = net()
     path, free = tmp_path / "told.json", tmp_path / "free.json"
@@ -189,6 +191,7 @@ def test_parts_are_told_by_their_names_in_the_model(goal):
     assert_same(model, run, x)
 
 
+@pytest.mark.full
 def test_a_model_in_parts_says_what_cannot_be_recomputed(caplog):
     torch.manual_seed(0)
     optimized(Unplannable(), torch.randn(256, 64), recompute=["", "layers.*"])

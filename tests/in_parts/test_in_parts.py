@@ -531,6 +531,7 @@ def test_really_compiled_models_are_refused_and_parts_are_not():
         ogc.parse(model.blocks[0], torch.randn(4, 32))
 
 
+@pytest.mark.full
 def test_a_part_with_hooks_keeps_them():
     seen = []
 
@@ -599,6 +600,7 @@ def test_a_child_under_checkpoint_is_no_part(reentrant):
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_what_is_written_after_a_part_took_it_is_no_trouble():
     class InPlace(Tower):
         def forward(self, x):
@@ -697,6 +699,7 @@ def test_inputs_that_require_grad_get_theirs():
     assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 def test_autocast_inside_is_respected():
     class Casts(Tower):
         def between(self, x):

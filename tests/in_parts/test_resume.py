@@ -104,6 +104,7 @@ def test_a_part_that_is_new_is_told():
         ogc.optimize(other, given, plan=plan)
 
 
+@pytest.mark.full
 def test_attributes_are_as_ever_after_a_plan_is_taken_up():
     model, given = Counts(), rows()
     plan = ogc.optimize(model, given, memory_budget="least").plan

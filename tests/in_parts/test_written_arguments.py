@@ -183,6 +183,7 @@ class TwoOfThem(Model):
         return 0.01 * (y + z + x)
 
 
+@pytest.mark.full
 def test_two_parts_write_the_same_tensor():
     """What the first one reads is gone when its backward comes: its blocks are planned one by one."""
     torch.manual_seed(0)

@@ -145,6 +145,7 @@ def test_the_log_says_what_was_read_and_where(caplog):
     assert "item() of a tensor at test_reads.py:" in caplog.text and "gives 6 where it gave 2" in caplog.text
 
 
+@pytest.mark.full
 def test_a_buffer_that_the_forward_leaves_alone_is_a_guard():
     def read(net, x, mask):
         return x * 2 if net.limit[0] > 1 else x.sin()

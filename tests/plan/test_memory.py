@@ -168,6 +168,7 @@ class TwoStreams(nn.Module):
         return x
 
 
+@pytest.mark.full
 def test_what_nothing_comes_of_holds_what_it_saves_as_long_as_its_results():
     torch.manual_seed(0)
     model, inputs = TwoStreams(), (torch.randn(64, 64),)

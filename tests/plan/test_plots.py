@@ -174,6 +174,7 @@ def test_the_frontier_shows_its_plans_and_the_peers(resnet):
     assert (chen.get_xdata()[0], chen.get_ydata()[0], chen.get_label()) == (5, 25, "chen, 5 MiB at 25%")
 
 
+@pytest.mark.full
 def test_the_graph_names_every_operation_and_checkpoint(resnet):
     plan = ogc.solve(resnet.graph, max_overhead=0.3)
     found = texts(plan.draw())

@@ -324,6 +324,7 @@ def stand_ins(rank):
         assert four.grad is not None
 
 
+@pytest.mark.full
 def test_a_rank_that_plans_talks_to_nobody(ranks):
     ranks.run(stand_ins)
 

@@ -27,6 +27,7 @@ class Activated(nn.Module):
 
 
 @pytest.mark.parametrize("known", [(32,), (32, 24), (32, 24, 20)])
+@pytest.mark.full
 def test_another_code_is_seen_at_known_sizes_and_new_ones(known, monkeypatch):
     model = Activated()
     planned = ogc.optimize(model, torch.randn(known[0], 16), memory_budget="least")

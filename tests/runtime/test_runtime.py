@@ -456,6 +456,7 @@ def test_the_text_of_a_plan_is_there_for_tracebacks_as_long_as_the_plan_is():
     assert any("embedding" in line for line in traceback.format_exception(caught.value) if "<ogc plan" in line)
 
 
+@pytest.mark.full
 def test_a_forward_that_is_never_followed_by_a_backward_leaves_nothing_behind():
     optimised = forced(Attention(), torch.zeros(2, 10, dtype=torch.long))
     with frames_opened() as frames:

@@ -122,6 +122,7 @@ def test_fully_sharded(ranks, how, options):
     ranks.run(sharding, how, options, (32, 32, 32))
 
 
+@pytest.mark.full
 def test_fully_sharded_with_another_size(ranks):
     ranks.run(sharding, "after", "default", (32, 24, 32, 24))
 
@@ -144,6 +145,7 @@ def memory(rank, how, goal):
 
 
 @pytest.mark.parametrize("how", ["before", "after", "units after"])
+@pytest.mark.full
 def test_memory_of_a_sharded_model(ranks, how):
     for (plain, ours), _ in ranks.run(memory, how, {}):
         assert ours < (0.6 if how == "units after" else 0.5) * plain, (ours, plain)  # what is around units is plain
@@ -184,6 +186,7 @@ def told(rank, how):
 
 
 @pytest.mark.parametrize("how", ["before", "after", "root after", "units before", "units after"])
+@pytest.mark.full
 def test_a_sharded_model_tells_what_it_does(ranks, how):
     for report, planned, plan in ranks.run(told, how):
         in_units = how in ("before", "after")

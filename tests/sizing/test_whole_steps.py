@@ -151,6 +151,7 @@ def words():
 
 @pytest.mark.parametrize("gradients", ["none", "kept", "freed"])
 @pytest.mark.parametrize("make_case", [images, words])
+@pytest.mark.full
 def test_a_small_step_takes_what_the_allocator_says(make_case, gradients):
     assert_as_allocated(make_case, gradients)
 

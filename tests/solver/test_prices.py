@@ -115,6 +115,7 @@ def test_what_is_looked_at_grows_more_slowly_than_the_square_of_the_layers(almos
     assert many < 10 * few
 
 
+@pytest.mark.full
 def test_one_layer_of_another_width_is_planned_too():
     graph = stack(0, layers=10)
     wide = range(48, 60)
