@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ogc
@@ -21,6 +22,11 @@ from ogc.plan.decisions import Decisions, Policy, Segment, cut_into_segments
 from ogc.program.structures import OutputSpec
 from ogc.runtime.runner import Runner
 from ogc.torch_state.allocator import peak_bytes
+
+
+def seeds(few: int, many: int) -> list[Any]:
+    """So many in the default tier, and all in the full one."""
+    return [*range(few), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(few, many))]
 
 
 def random_graph(seed: int, most: int = 8) -> Graph:

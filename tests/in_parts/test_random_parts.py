@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import measured_peak, trace_of_training
+from helpers import measured_peak, seeds, trace_of_training
 from test_in_parts import Block, scaled
 from torch import nn
 
@@ -90,11 +90,7 @@ class RandomModel(nn.Module):
         return (self.last(x), kept) if self.returns_both else self.last(x)
 
 
-SEEDS = [
-    *range(2),
-    *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 6)),
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60)),
-]
+SEEDS = [*seeds(2, 6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

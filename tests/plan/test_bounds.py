@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from helpers import chain, random_decisions, random_graph, random_plans, run_apart
+from helpers import chain, random_decisions, random_graph, random_plans, run_apart, seeds
 
 import ogc
 from ogc.errors import DependencyError, PlanError
@@ -53,7 +53,7 @@ def check_random_plans(seed, count, goals=()):
         check_no_plan_is_better(graph, [*plans, *planned, plain_plan(graph)])
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_no_plan_is_better_than_the_bounds(seed):
     check_random_plans(seed, count=3)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from exact import Step, following, least_peak, least_seconds, offered, replay, seconds_of, steps_of
 from exact_search import searched_peak, searched_seconds
-from helpers import chain, random_decisions, random_graph, random_plans, random_tree
+from helpers import chain, random_decisions, random_graph, random_plans, random_tree, seeds
 from small_modules import MODULES
 from torch import nn
 
@@ -80,7 +80,9 @@ def test_one_pass_before_each_backward_is_too_few():
     assert least_peak(graph, passes=1, in_forward=False) > 1.05 * least_peak(graph, passes=2, in_forward=False)
 
 
-def check_against_the_search(seed, in_forward):
+@pytest.mark.parametrize("in_forward", [False, True])
+@pytest.mark.parametrize("seed", seeds(4, 40))
+def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
     for graph in (random_chain(seed, most=5), random_graph(seed, most=6)):
         least = least_peak(graph, passes=3, in_forward=in_forward)
         assert least == searched_peak(graph, in_forward)
@@ -90,20 +92,8 @@ def check_against_the_search(seed, in_forward):
             assert found == pytest.approx(wanted) if wanted is not None else found is None
 
 
-@pytest.mark.parametrize("in_forward", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
-    check_against_the_search(seed, in_forward)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("in_forward", [False, True])
-@pytest.mark.parametrize("seed", range(4, 40))
-def test_the_program_agrees_with_a_search_over_more_states(seed, in_forward):
-    check_against_the_search(seed, in_forward)
-
-
-def check_bounds(seed):
+@pytest.mark.parametrize("seed", seeds(12, 200))
+def test_bounds_are_below_the_optimum(seed):
     """No schedule of all is better than what is proven of plans."""
     graph = random_graph(seed, most=11)
     bounds, least = Bounds(graph), least_peak(graph)
@@ -114,18 +104,8 @@ def check_bounds(seed):
         assert bounds.least_bytes(seconds) <= budget
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_bounds_are_below_the_optimum(seed):
-    check_bounds(seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(12, 200))
-def test_bounds_of_more_graphs_are_below_the_optimum(seed):
-    check_bounds(seed)
-
-
-def check_plans_are_schedules(seed):
+@pytest.mark.parametrize("seed", seeds(10, 200))
+def test_plans_are_schedules(seed):
     """The peak of the schedule is the lesser one where the plan holds a value twice, or makes what nobody needs."""
     graph, rng = random_graph(seed, most=16), random.Random(seed)
     for decide in (random_tree, random_decisions):
@@ -134,17 +114,6 @@ def check_plans_are_schedules(seed):
             program = following(graph, steps)
             assert program.found == replay(graph, steps) <= plan.peak_bytes
             assert seconds_of(graph, steps) == pytest.approx(plan.recomputed_seconds)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_plans_are_schedules(seed):
-    check_plans_are_schedules(seed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(10, 200))
-def test_more_plans_are_schedules(seed):
-    check_plans_are_schedules(seed)
 
 
 @pytest.mark.parametrize("seed", range(30))

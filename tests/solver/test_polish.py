@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from exact import least_peak
-from helpers import random_graph
+from helpers import random_graph, seeds
 from stacks import stack
 
 import ogc
@@ -39,7 +39,7 @@ def keeps(goal, plain, peak, seconds):
     return goal["memory_budget"] == "least" or peak <= goal["memory_budget"] * plain.peak_bytes
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 12))])
+@pytest.mark.parametrize("seed", seeds(4, 12))
 def test_what_it_finds_is_no_worse_and_keeps_the_bound(seed):
     graph = random_graph(seed, most=40)
     plain, costs = plain_plan(graph), Replay(graph)
@@ -59,7 +59,7 @@ def test_what_it_finds_is_no_worse_and_keeps_the_bound(seed):
         assert (cost.peak_bytes, cost.added_seconds) == (found.peak_bytes, pytest.approx(found.seconds))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", seeds(2, 8))
 def test_no_answer_beats_another_on_its_own_ground(seed):
     graph = random_graph(seed, most=30)
     plain = plain_plan(graph)

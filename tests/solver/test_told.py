@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-from helpers import random_graph
+from helpers import random_graph, seeds
 from oracles import _different_trees
 
 import ogc
@@ -16,11 +16,6 @@ from ogc.plan.fast import Replay
 from ogc.plan.schedule import FORWARD, Schedule
 
 MODULES = ["a", "b", "c"]
-
-
-def seeds(few, many):
-    """So many in the default tier, and all in the full one."""
-    return [*range(few), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(few, many))]
 
 
 def named_graph(seed, most=5):
