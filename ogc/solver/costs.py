@@ -182,7 +182,7 @@ class SegmentCosts:
         return found & self.told
 
     def costs(self, *kept_values: Collection[int]) -> Costs:
-        """The costs for the outermost level, with a mode for each set of values to keep; each set contains the last."""
+        """The costs for the outermost level, with a mode for each set of values to keep."""
         producers = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in kept_values]
         shape = (2 + len(kept_values), *self.later.shape)
         kept, local, seconds = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)

@@ -227,10 +227,8 @@ class _Moves:
         if not self.graph.low_memory:
             return None
         chosen = self.random.choice(self.graph.low_memory)
-        others = set(self._some_alike(chosen) if self.random.random() < ALIKE else [chosen]) & set(
-            self.graph.low_memory
-        )
-        low = set(decisions.low_memory)
+        alike = self._some_alike(chosen) if self.random.random() < ALIKE else [chosen]
+        others, low = {*alike}.intersection(self.graph.low_memory), {*decisions.low_memory}
         return replace(decisions, low_memory=tuple(sorted(low - others if chosen in low else low | others)))
 
     # -- segments --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ operation gets PyTorch's own operator back where that does not raise the peak. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -112,11 +112,14 @@ Known = tuple[int, float]
 class CutSearch:
     """Plans of a graph between ``cuts``, positions of which the first and the last are the ends of the program.
 
-    Unless they are ``nested``, no segment is recomputed through parts: then no operation runs more than twice.
+    Unless they are ``nested``, no segment is recomputed through parts: then no operation runs more than twice. One that
+    is recomputed may keep the values of one of these sets.
     """
 
-    def __init__(self, graph: Graph, cuts: Sequence[int], nested: bool = True) -> None:
-        self.graph, self.nested = graph, nested
+    def __init__(
+        self, graph: Graph, cuts: Sequence[int], nested: bool = True, kept_values: Sequence[Collection[int]] = ()
+    ) -> None:
+        self.graph, self.nested, self.kept_values = graph, nested, kept_values
         self.weights = SegmentCosts(graph, cuts)
         self.grids = choose_grids(graph, self.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
@@ -159,7 +162,7 @@ class CutSearch:
     @cached_property
     def _costs(self) -> Costs:
         """The weights of the outermost level with segments that keep values."""
-        return self.weights.costs(*worth_keeping(self.graph)).undominated()
+        return self.weights.costs(*self.kept_values).undominated()
 
 
 class Search:
@@ -357,7 +360,11 @@ class Search:
         return self._between(cuts[chosen].tolist())
 
     def _between(self, cuts: Sequence[int]) -> CutSearch:
-        return CutSearch(self.graph, cuts, self.nested)
+        return CutSearch(self.graph, cuts, self.nested, self._kept_values)
+
+    @cached_property
+    def _kept_values(self) -> Sequence[Collection[int]]:
+        return worth_keeping(self.graph)
 
     @cached_property
     def _kinds(self) -> Ints:

@@ -252,13 +252,13 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
     graph = search.graph
     if aim.budget is not None:
         search.fastest(aim.budget)
-        asked = (aim.budget, LAST_MOVES)
-        if aim.best([*search.found, *known.plans]) is None and asked not in known.answered:
-            known.answered.add(asked)
+        if aim.best([*search.found, *known.plans]) is None and aim not in known.answered:
             moves, least = LAST_MOVES * _moves(1, graph), min([search.least_peak, *known.plans])
             known.learn([polished(search.costs, least, replace(aim, budget=None), moves)])
             if (fits := aim.best(known.plans)) is not None:
                 known.learn([polished(search.costs, fits, aim, moves)])
+            if not is_late():
+                known.answered.add(aim)
     elif not search.nested:
         search_fairly(search, aim.seconds or 0.0)
         if not is_late():
@@ -277,7 +277,7 @@ class _Known:
     Attributes:
         plans: those that no other beats in both peak and time, by ascending peak.
         of_one_level: the same of those without levels and values that are recomputed one by one.
-        answered: the goals and efforts for which there was time to look.
+        answered: the goals and efforts, and the budgets that nothing fitted, for which there was time to look.
     """
 
     plans: list[Candidate] = field(default_factory=list)
