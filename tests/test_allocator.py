@@ -291,16 +291,8 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_attention_with_dropout_peaks_as_simulated(profile, needs_weights):
     model, x = Attention(needs_weights), torch.randn(4, 96, 32)
-    optimised = ogc.optimize(model, x, profile=profile, memory_budget="least", effort=0)
+    optimised = ogc.optimize(model, x, profile=profile, memory_budget="least")
     assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
-    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
-
-
-@pytest.mark.full
-@pytest.mark.xfail(strict=True, reason="a copy of an input is there longer than the simulator says, by 2 % of the peak")
-def test_what_a_local_search_finds_for_attention_peaks_as_simulated():
-    model, x = Attention(False), torch.randn(4, 96, 32)
-    optimised = ogc.optimize(model, x, profile="estimate", memory_budget="least", effort=1)
     assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
 
 

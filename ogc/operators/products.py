@@ -90,8 +90,19 @@ def _adding_the_bias_in_place(use: Use) -> Weights:
     return replace(use.weights, scratch_bytes=min(use.weights.scratch_bytes, copied))
 
 
+def _marking_what_is_masked(use: Use) -> Weights:
+    """The entries that are minus infinity are marked by a byte each, and the rows of nothing else.
+
+    Source: aten/src/ATen/native/SoftMax.cpp.
+    """
+    scores, dim = use.args[:2]
+    marks = scores.numel() + scores.numel() // max(1, scores.shape[dim]) + scores.element_size()
+    return replace(use.weights, scratch_bytes=max(use.weights.scratch_bytes, marks))
+
+
 register(
     Operator(aten.linear.default, weigh=_adding_the_bias_in_place),
+    Operator(aten._safe_softmax.default, weigh=_marking_what_is_masked),
     # Kernels that compute a whole matrix or signal at once copy what they are given as it lies.
     *run_for_bytes(aten.cdist.default, aten.matrix_exp.default, aten.linalg_matrix_exp.default),
     *run_for_bytes(
