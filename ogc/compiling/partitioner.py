@@ -1,0 +1,197 @@
+"""A partitioner for torch.compile: what its forward saves for its backward, and what that recomputes and when, by a plan."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import default_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.fx import GraphModule, Node
+from torch.utils._ordered_set import OrderedSet
+
+from ..plan import Plan
+from ..plan.schedule import Schedule, Step
+from ..solver import Budget, Goal, SolveOptions
+from .joint import JointGraph
+from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor, maker_of
+
+log = logging.getLogger(__name__)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Plans the joint graph of each function that torch.compile compiles.
+
+    ``torch.compile(model, options={"custom_partitioner_fn": ogc.Partitioner(memory_budget=0.5)})``
+
+    Args:
+        memory_budget, max_overhead, effort: as for :func:`ogc.solve`.
+
+    Attributes:
+        plans: those of the graphs that were compiled, in order.
+    """
+
+    def __init__(
+        self, *, memory_budget: Budget | None = None, max_overhead: float | None = None, effort: int = 1
+    ) -> None:
+        self.options = SolveOptions(Goal(memory_budget, max_overhead), effort=effort)
+        self.plans: list[Plan] = []
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """The forward and the backward of a joint graph."""
+        kwargs.pop("compiler", None)
+        joint = JointGraph(gm.graph, kwargs["num_fwd_outputs"])
+        if joint.later:
+            plan = self.options.plan(joint.weighted(_device_of(joint)))
+            self.plans.append(plan)
+            log.info("a compiled graph of %d operations: %s", len(plan.graph), plan.summary)
+            waiting = Rewriting(gm, joint, Schedule(plan.graph, plan.decisions)).run()
+            forward, backward = default_partition(gm, joint_inputs, **kwargs)
+            hold(backward, waiting)
+            return forward, backward
+        return default_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """What Inductor's caches know a partitioner by."""
+        return hashlib.sha256(repr((type(self).__qualname__, self.options)).encode()).hexdigest()
+
+
+def _device_of(joint: JointGraph) -> torch.device:
+    devices = {node.meta["val"].device for node in joint.forward if is_tensor(node)}
+    return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+
+
+def hold(backward: GraphModule, waiting: Mapping[str, str]) -> None:
+    """Let nodes wait for others though they read nothing of them, so that no scheduler moves them up."""
+    by_name = {node.name: node for node in backward.graph.nodes}
+    waits = {by_name[name]: OrderedSet([by_name[other]]) for name, other in waiting.items() if name in by_name}
+    preserve_node_ordering(backward.graph, waits)
+    backward.recompile()
+
+
+class Rewriting:
+    """Puts recomputations into the backward of a joint graph, as a schedule says; all else moves behind the forward.
+
+    What the backward then reads of the forward is what is saved.
+    """
+
+    def __init__(self, gm: GraphModule, joint: JointGraph, schedule: Schedule) -> None:
+        self.graph, self.joint, self.schedule = gm.graph, joint, schedule
+        self.copies: dict[tuple[int, int], Node] = {}  # the node that holds a run's copy of a value
+        self.latest: dict[int, Node] = {}
+        self.values = {base: v for v, base in enumerate(joint.values)}
+        self.module = gm
+
+    def run(self) -> dict[str, str]:
+        """Rewrite the graph. Returns, for each node that could run earlier than planned, which node it waits for."""
+        turns: dict[int, list[Kernel]] = {}
+        for kernel in self.joint.backward.kernels:
+            turns.setdefault(kernel.turn, []).append(kernel)
+        (self.end,) = (node for node in self.graph.nodes if node.op == "output")
+        self.placed: set[Node] = set()
+        self.kernel: list[Node] = []  # what was placed for the kernel at hand
+        self.last: Node | None = None  # the last node of the backward that is a kernel of its own
+        self.following: set[Node] = set()  # what cannot run before that
+        self.waiting: dict[Node, Node] = {}
+        with self.graph.inserting_before(self.end):
+            for step in self.schedule.steps[len(self.joint.kernels.kernels) :]:
+                if step.is_backward:
+                    self._backward(step, turns.get(step.operation, ()))
+                else:
+                    self._recompute(step)
+            for node in self.joint.later:  # views that are returned, and what no kernel computes
+                self._place(node, _Copying(self, {}, set()))
+        for node in self.graph.nodes:
+            node.meta.pop("recompute", None)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        self.module.recompile()
+        return {node.name: waited.name for node, waited in self.waiting.items()}
+
+    def _recompute(self, step: Step) -> None:
+        """Copy the nodes of an operation."""
+        local = _Copying(self, self._copies_for(step), set(self.joint.kernels.kernels[step.operation].nodes))
+        for v in self.schedule.graph.operations[step.operation].writes:
+            self.copies[step.run, v] = self.latest[v] = local.copy(self.joint.values[v])
+        self._end_kernel()
+
+    def _backward(self, step: Step, kernels: Sequence[Kernel]) -> None:
+        """Move the kernels whose turn it is to the end, and let them read the copies that are there."""
+        copies = self._copies_for(step)
+        for kernel in kernels:
+            local = _Copying(self, copies, set())
+            for node in kernel.nodes:
+                self._place(node, local)
+            self._end_kernel()
+            if not kernel.is_fused:
+                (self.last,) = kernel.nodes
+                self.following = {self.last}
+
+    def _place(self, node: Node, local: _Copying) -> None:
+        """Move a node of the backward to the end, behind all that it reads."""
+        if node in self.placed or node not in self.joint.turns:
+            return
+        self.placed.add(node)
+        for given in node.all_input_nodes:
+            self._place(given, local)
+        copies = {one: local.copy(one) for one in node.all_input_nodes if one in self.joint.in_forward}
+        self.end.prepend(node)
+        node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: copies.get(n, n))
+        self.kernel.append(node)
+
+    def _end_kernel(self) -> None:
+        """Let what was placed wait for the last kernel of the backward, where it does not read of it anyway."""
+        placed, self.kernel = self.kernel, []
+        if self.last is None:
+            return
+        for node in placed:
+            given = [base_of(one) for one in node.all_input_nodes]
+            if not self.following.isdisjoint(node.all_input_nodes):
+                self.following.add(node)
+            elif not is_free(node) and not is_part(node) and not all(map(is_inlined, given)):
+                self.waiting[node] = self.last
+                self.following.add(node)
+
+    def _copies_for(self, step: Step) -> dict[int, Node]:
+        """For each value that a step needs, the node that holds its copy."""
+        copies = self.schedule.reads(step)
+        return {v: self.copies.get((run, v), self.joint.values[v]) for run, v in copies}
+
+
+class _Copying:
+    """Copies nodes of the forward for one use, each once.
+
+    Args:
+        env: copies of values by their numbers.
+        inside: nodes that are copied though they make values.
+    """
+
+    def __init__(self, rewriting: Rewriting, env: dict[int, Node], inside: set[Node]) -> None:
+        self.rewriting, self.env, self.inside = rewriting, env, inside
+        self.known: dict[Node, Node] = {}
+
+    def copy(self, node: Node) -> Node:
+        """A node that holds what one of the forward holds."""
+        joint = self.rewriting.joint
+        if node not in joint.in_forward or not self._is_tensor_or_parts(node) or node.op == "get_attr":
+            return node
+        if node not in self.known:
+            self.known[node] = self._copied(node)
+        return self.known[node]
+
+    def _copied(self, node: Node) -> Node:
+        v = self.rewriting.values.get(node)
+        if v is not None and maker_of(node) not in self.inside:
+            return self.env[v] if v in self.env else self.rewriting.latest.get(v, node)
+        rewriting = self.rewriting
+        new = rewriting.graph.node_copy(node, self.copy)
+        new.meta = {**node.meta, "partitioner_tag": "is_backward"}
+        rewriting.kernel.append(new)
+        return new
+
+    def _is_tensor_or_parts(self, node: Node) -> bool:
+        return is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))
