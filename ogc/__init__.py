@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checking.check import Checker, CheckReport, check
     from .checking.step import Difference
+    from .compiling.partitioner import Partitioner
     from .errors import (
         CheckError,
         DependencyError,
@@ -34,6 +35,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "checking": ("CheckReport", "Checker", "Difference", "check"),
+    "compiling.partitioner": ("Partitioner",),
     "errors": (
         *("CheckError", "DependencyError", "InputError", "OgcError"),
         *("ParseError", "PlanError", "ReplayError", "SolveError"),

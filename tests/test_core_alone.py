@@ -57,7 +57,9 @@ print(pathlib.Path(ogc.__file__).parent)
 
 @pytest.mark.full
 def test_models_train_where_the_optional_packages_are_deleted(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "ogc", ignore=shutil.ignore_patterns("__pycache__", "sizing", "rewrites"))
+    shutil.copytree(
+        PACKAGE, tmp_path / "ogc", ignore=shutil.ignore_patterns("__pycache__", "compiling", "sizing", "rewrites")
+    )
     done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, cwd=tmp_path)
     assert not done.returncode, done.stderr
     assert done.stdout.strip() == str(tmp_path / "ogc")

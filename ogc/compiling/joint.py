@@ -7,7 +7,7 @@ that reads it computes it from the values around.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from itertools import groupby
 
@@ -18,12 +18,12 @@ from torch.fx import Node
 from ..graph import Graph, Operation, Value
 from ..operators.gpus import gpu_of
 from ..parser.weigh.meter import Rates, rates_of
+from ..torch_state.private import OpOverload, schema_of
 from .kernels import (
     RANDOM,
     Kernel,
     Kernels,
     base_of,
-    elements,
     flops,
     is_fused,
     is_part,
@@ -43,21 +43,33 @@ class JointGraph:
 
     Attributes:
         forward, later: its nodes, without placeholders and the output.
-        returned: what the forward returns.
+        returned, results: what the forward and the backward return.
+        left_bytes: gradients of parameters.
+
+    Args:
+        graph: the joint graph.
+        forward_outputs: how many of its results are the forward's.
+        fuses: whether a compiler fuses operators; else each is a kernel of its own.
+        parameters: which inputs stay from step to step.
     """
 
-    def __init__(self, graph: FxGraph, forward_outputs: int) -> None:
+    def __init__(
+        self, graph: FxGraph, forward_outputs: int, fuses: bool = True, parameters: Collection[int] = ()
+    ) -> None:
+        self.fuses = fuses
         nodes = list(graph.nodes)
         (output,) = (node for node in nodes if node.op == "output")
         results = list(output.args[0])
         self.given = {node for node in nodes if node.op == "placeholder"}
         self.returned = [node for node in results[:forward_outputs] if isinstance(node, Node)]
         self.results = [node for node in results[forward_outputs:] if isinstance(node, Node)]
+        left = (results[forward_outputs + n] for n in parameters if forward_outputs + n < len(results))
+        self.left_bytes = sum(nbytes(node) for node in left if isinstance(node, Node))
         tangents = {node for node in self.given if node.name.startswith("tangents")}
-        last = max(n for n, node in enumerate(nodes) if node.meta.get("partitioner_tag") == "is_forward")
+        last = max(n for n, node in enumerate(nodes) if _tag(node) == "is_forward")
         called = [(n, node) for n, node in enumerate(nodes) if node.op in ("call_function", "get_attr")]
         self.forward = [node for n, node in called if n <= last]
-        self.later = [node for n, node in called if n > last]
+        self.later = [node for n, node in called if n > last and not _tag(node).startswith("must_be_in_forward")]
         self._places = {node: n for n, node in enumerate(nodes)}
         self.tangents = tangents
         self.in_forward = set(self.forward)
@@ -65,7 +77,7 @@ class JointGraph:
     @cached_property
     def kernels(self) -> Kernels:
         """Those of the forward."""
-        return Kernels(self.forward)
+        return Kernels(self.forward, self.fuses)
 
     @cached_property
     def values(self) -> tuple[Node, ...]:
@@ -92,7 +104,8 @@ class JointGraph:
             return True
         if base.meta["val"].dtype is torch.bool and self._is_random(base):
             return True
-        return any(self.kernels.of.get(user, kernel) is not kernel for user in users_of(base) if user in self.in_forward)
+        users = (user for user in users_of(base) if user in self.in_forward)
+        return any(self.kernels.of.get(user, kernel) is not kernel for user in users)
 
     def _is_random(self, base: Node) -> bool:
         return any(packet(given) in RANDOM for given in base.all_input_nodes)
@@ -141,7 +154,7 @@ class JointGraph:
     def backward(self) -> Kernels:
         """The kernels of the backward. What reads nothing of the forward may wait for what it is fused with."""
         order = sorted(self.later, key=lambda node: (-self.turns[node], self._places[node]))
-        return Kernels(order, self.turns, lambda node: not self.saved_by(node))
+        return Kernels(order, self.fuses, self.turns, lambda node: not self.saved_by(node))
 
     def weighted(self, device: torch.device) -> Graph:
         """The graph, with bytes as they are in memory and seconds from a roofline.
@@ -180,7 +193,7 @@ class JointGraph:
             )
         returned = {self._numbers[base] for node in self.returned if (base := base_of(node)) in self._numbers}
         values = tuple(Value(base.name, nbytes(base), is_output=v in returned) for v, base in enumerate(self.values))
-        return Graph(tuple(operations), values, device=str(device))
+        return Graph(tuple(operations), values, device=str(device), left_bytes=self.left_bytes)
 
     def _reads(self, kernel: Kernel) -> set[int]:
         own = set(kernel.nodes)
@@ -210,8 +223,7 @@ class Gradients:
         self.outputs = {base_of(node) for node in joint.results}
         self._last = self._last_uses()
         self._turns = {
-            turn: list(kernels)
-            for turn, kernels in groupby(self.kernels.kernels, lambda kernel: kernel.turn)
+            turn: list(kernels) for turn, kernels in groupby(self.kernels.kernels, lambda kernel: kernel.turn)
         }
         self._bytes = self._walk()
 
@@ -274,6 +286,11 @@ def _reused(made: Iterable[int], released: int) -> int:
     return min(sum(made), released)
 
 
+def _tag(node: Node) -> str:
+    """Where AOTAutograd says that a node belongs."""
+    return str(node.meta.get("partitioner_tag", ""))
+
+
 def users_of(base: Node) -> list[Node]:
     """The nodes that read a base, through views too."""
     found: dict[Node, None] = {}
@@ -289,14 +306,12 @@ def users_of(base: Node) -> list[Node]:
 
 def runs_once(node: Node) -> bool:
     """Whether a node must not run a second time: it draws from the random stream, or has effects."""
+    if not isinstance(node.target, OpOverload):
+        return True
     if packet(node) in RANDOM:
         return False
-    if packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        return True
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return (schema is not None and schema.is_mutable) or node.is_impure()
+    is_seeded = packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_seeded or schema_of(node.target).is_mutable
 
 
 def _bytes_given(kernel: Kernel, given: set[Node]) -> int:

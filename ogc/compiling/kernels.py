@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_state.private import OpOverload
+from ..torch_state.private import OpOverload, schema_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -78,7 +78,7 @@ def is_view(target: Any) -> bool:
         return True
     if not isinstance(target, OpOverload):
         return False
-    results = target._schema.returns
+    results = schema_of(target).returns
     return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
 
 
@@ -185,6 +185,7 @@ class Kernels:
 
     Args:
         nodes: in an order in which they can run.
+        fuses: whether any are; else each is a kernel of its own.
         turns: a number for each node: those with lower ones run later. What is fused has one turn.
         waits: whether a node may run in a later turn than its own.
     """
@@ -192,15 +193,16 @@ class Kernels:
     def __init__(
         self,
         nodes: Iterable[Node],
+        fuses: bool,
         turns: Mapping[Node, int] | None = None,
         waits: Callable[[Node], bool] = lambda node: False,
     ) -> None:
         self._waits = waits
         self.of: dict[Node, Kernel] = {}
-        kernels = []
+        kernels: list[Kernel] = []
         for node in nodes:
             if node.op == "call_function" and not is_free(node) and not is_part(node) and _has_tensor(node):
-                self.of[node] = _alone(len(kernels), node)
+                self.of[node] = _alone(len(kernels), node) if fuses else Kernel(len(kernels), [node], False)
                 self.of[node].turn = turns[node] if turns else 0
                 kernels.append(self.of[node])
         self.kernels = self._in_order(self._fused(kernels))

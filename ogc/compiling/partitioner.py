@@ -1,63 +1,89 @@
-"""A partitioner for torch.compile: what its forward saves for its backward, and what that recomputes and when, by a plan."""
+"""A partitioner for torch.compile: what the forward saves, and what the backward recomputes and when, by a plan."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import default_partition
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.fx import GraphModule, Node
-from torch.utils._ordered_set import OrderedSet
 
+from ..graph import Graph
 from ..plan import Plan
 from ..plan.schedule import Schedule, Step
 from ..solver import Budget, Goal, SolveOptions
+from ..torch_state.compilers import CustomPartitioner, OrderedSet, hash_of_files, hold_order, partition_in_order
 from .joint import JointGraph
 from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor, maker_of
 
 log = logging.getLogger(__name__)
 
+SOURCES = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
+"""What a plan depends on."""
 
-class Partitioner(CustomPartitionerFn):
+
+class Partitioner(CustomPartitioner):
     """Plans the joint graph of each function that torch.compile compiles.
 
     ``torch.compile(model, options={"custom_partitioner_fn": ogc.Partitioner(memory_budget=0.5)})``
 
     Args:
         memory_budget, max_overhead, effort: as for :func:`ogc.solve`.
+        fuses: whether a compiler fuses operators; else each runs by itself.
 
     Attributes:
-        plans: those of the graphs that were compiled, in order.
+        plans: those of the graphs that were compiled, in order; none of what Inductor found in its caches.
     """
 
     def __init__(
-        self, *, memory_budget: Budget | None = None, max_overhead: float | None = None, effort: int = 1
+        self,
+        *,
+        memory_budget: Budget | None = None,
+        max_overhead: float | None = None,
+        effort: int = 1,
+        fuses: bool = True,
     ) -> None:
-        self.options = SolveOptions(Goal(memory_budget, max_overhead), effort=effort)
+        self.solving, self.fuses = SolveOptions(Goal(memory_budget, max_overhead), effort=effort), fuses
         self.plans: list[Plan] = []
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    @property
+    def options(self) -> dict[str, Any]:
+        """Inductor's options with which the measured peak is the planned one: ``torch.compile(model, options=...)``.
+
+        Inductor keeps a freed buffer for a later one where it thinks that there is room.
+        """
+        return {"custom_partitioner_fn": self, "allow_buffer_reuse": False}
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         """The forward and the backward of a joint graph."""
         kwargs.pop("compiler", None)
-        joint = JointGraph(gm.graph, kwargs["num_fwd_outputs"])
-        if joint.later:
-            plan = self.options.plan(joint.weighted(_device_of(joint)))
-            self.plans.append(plan)
-            log.info("a compiled graph of %d operations: %s", len(plan.graph), plan.summary)
-            waiting = Rewriting(gm, joint, Schedule(plan.graph, plan.decisions)).run()
-            forward, backward = default_partition(gm, joint_inputs, **kwargs)
+        parameters = kwargs.get("static_lifetime_input_indices") or ()
+        joint = JointGraph(gm.graph, kwargs["num_fwd_outputs"], self.fuses, parameters)
+        if not joint.later:
+            return partition_in_order(gm, inputs, **kwargs)
+        graph = joint.weighted(_device_of(joint))
+        plan = self.plan_for(graph)
+        self.plans.append(plan)
+        log.info("a compiled graph of %d operations: %s", len(graph), plan.summary)
+        waiting = Rewriting(gm, joint, Schedule(graph, plan.decisions)).run()
+        forward, backward = partition_in_order(gm, inputs, **kwargs)
+        if self.fuses:
             hold(backward, waiting)
-            return forward, backward
-        return default_partition(gm, joint_inputs, **kwargs)
+        return forward, backward
 
-    def uuid(self) -> str:
+    def plan_for(self, graph: Graph) -> Plan:
+        """The plan of a graph.
+
+        Raises:
+            SolveError: nothing fits the budget.
+        """
+        return self.solving.plan(graph)
+
+    def uuid(self) -> str | None:
         """What Inductor's caches know a partitioner by."""
-        return hashlib.sha256(repr((type(self).__qualname__, self.options)).encode()).hexdigest()
+        return str(hash_of_files(SOURCES, repr((self.solving, self.fuses))))
 
 
 def _device_of(joint: JointGraph) -> torch.device:
@@ -69,7 +95,7 @@ def hold(backward: GraphModule, waiting: Mapping[str, str]) -> None:
     """Let nodes wait for others though they read nothing of them, so that no scheduler moves them up."""
     by_name = {node.name: node for node in backward.graph.nodes}
     waits = {by_name[name]: OrderedSet([by_name[other]]) for name, other in waiting.items() if name in by_name}
-    preserve_node_ordering(backward.graph, waits)
+    hold_order(backward.graph, waits)
     backward.recompile()
 
 

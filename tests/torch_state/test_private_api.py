@@ -10,15 +10,18 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
 
-FILE = Path(__file__).parents[2] / "ogc" / "torch_state" / "private.py"
+FOLDER = Path(__file__).parents[2] / "ogc" / "torch_state"
+FILES = FOLDER / "private.py", FOLDER / "compilers.py"
 aten = torch.ops.aten
 
 
 def statements():
-    """Each name that the file gives, with the statement that makes it and the docstring of that."""
-    body = ast.parse(FILE.read_text("utf-8")).body
+    """Each name that the files give, with the statement that makes it and the docstring of that."""
+    body = [node for file in FILES for node in ast.parse(file.read_text("utf-8")).body]
     found = {}
     for node, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(node, ast.FunctionDef):
@@ -35,11 +38,11 @@ STATEMENTS = statements()
 
 
 def loaded():
-    """What the file gives, as far as this torch has it, and for each name that it lacks the error."""
+    """What the files give, as far as this torch has it, and for each name that it lacks the error."""
     scope, errors = {}, {}
-    for node in ast.parse(FILE.read_text("utf-8")).body:
+    for node in (node for file in FILES for node in ast.parse(file.read_text("utf-8")).body):
         try:
-            exec(compile(ast.Module([node], []), str(FILE), "exec"), scope)
+            exec(compile(ast.Module([node], []), "private", "exec"), scope)
         except Exception as error:
             errors.update({name: error for name, (one, _) in STATEMENTS.items() if ast.dump(one) == ast.dump(node)})
     return scope, errors
@@ -65,6 +68,27 @@ def numbers_backwards(current):
     y.backward(retain_graph=True)
     y.backward()
     return current() == -1 and -1 not in seen and len(set(seen)) == 2
+
+
+def divides(partition):
+    graphs = []
+
+    def compiler(gm, inputs):
+        graphs.append(gm.code)
+        return make_boxed_func(gm.forward)
+
+    x = torch.ones(2, requires_grad=True)
+    aot_function(lambda x: x.exp().sin(), fw_compiler=compiler, partition_fn=partition)(x).sum().backward()
+    return "aten.sin" in graphs[0] and "aten.cos" in graphs[1] and x.grad is not None
+
+
+def holds(hold):
+    gm = torch.fx.symbolic_trace(lambda x: (x.exp(), x.sin()))
+    one, other = (node for node in gm.graph.nodes if node.op == "call_method")
+    one.op = other.op = "call_function"
+    one.target, other.target = aten.exp.default, aten.sin.default
+    hold(gm.graph, {other: OrderedSet([one])})
+    return "control_deps" in str(gm.graph) and one in {n for node in gm.graph.nodes for n in node.all_input_nodes}
 
 
 def keeps_graph(keeps):
@@ -605,6 +629,14 @@ CHECKS = {
     "OPERATOR_NAMES": lambda names: "aten::relu" in names(),
     "store_of_all_ranks": has_store,
     "share_shards": shares_shards,
+    "partition_in_order": divides,
+    "CustomPartitioner": lambda kind: kind.__abstractmethods__ == {"__call__", "uuid"},
+    "hash_of_files": lambda of: of((str(FILES[0]),)) != of((str(FILES[1]),)),
+    "hold_order": holds,
+    "OrderedSet": lambda kind: list(kind([2, 1])) == [2, 1],
+    "compile_by_inductor": lambda compile: "config_patches" in inspect.signature(compile).parameters,
+    "aot_autograd": lambda make: callable(make(fw_compiler=lambda gm, inputs: gm)),
+    "run_as_it_is": lambda run: run(torch.fx.symbolic_trace(lambda x: (x + 1,)), [])([torch.ones(1)])[0].item() == 2,
     "REPLICATE": lambda name: name in inspect.getsource(inspect.getmodule(nn.parallel.replicate)),
 }
 
