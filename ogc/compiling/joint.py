@@ -18,6 +18,7 @@ from torch.fx import Node
 from ..graph import Graph, Operation, Value
 from ..operators.gpus import gpu_of
 from ..parser.weigh.meter import Rates, rates_of
+from ..torch_state.compilers import prims
 from ..torch_state.private import OpOverload, schema_of
 from .kernels import (
     RANDOM,
@@ -34,8 +35,12 @@ from .kernels import (
     packet,
 )
 
-DRAWS = frozenset({torch.ops.prims.inductor_seeds})
+DRAWS = frozenset({prims.inductor_seeds})
 """Operators beside those that torch tags as seeded by the random stream that must not run twice."""
+
+
+COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+"""Where operators live that other ranks take part in."""
 
 
 class JointGraph:
@@ -310,6 +315,8 @@ def runs_once(node: Node) -> bool:
         return True
     if packet(node) in RANDOM:
         return False
+    if node.target.namespace in COLLECTIVES:
+        return True
     is_seeded = packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
     return is_seeded or schema_of(node.target).is_mutable
 

@@ -18,9 +18,10 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
+from ..torch_state.compilers import prims
 from ..torch_state.private import OpOverload, schema_of
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 
 FUSED = frozenset({
     aten.clone, aten.copy, aten.full, aten.full_like, aten.arange, aten.scalar_tensor, aten.empty, aten.embedding,

@@ -13,6 +13,7 @@ import torch._functorch.partitioners
 import torch._inductor.compile_fx
 import torch._inductor.custom_graph_pass
 import torch._inductor.fx_passes.control_dependencies
+import torch._inductor.inductor_prims
 import torch.utils._ordered_set
 
 partition_in_order: Any = torch._functorch.partitioners.default_partition
@@ -31,3 +32,5 @@ aot_autograd: Any = torch._dynamo.backends.common.aot_autograd
 """Traces forward and backward into one graph. Without it backend="ogc" has nothing to plan."""
 run_as_it_is: Any = torch._dynamo.backends.debugging.boxed_nop
 """Runs a graph operator by operator and lets go of inputs. Without it the backend keeps all that was saved."""
+prims: Any = torch.ops.prims
+"""Operators, Inductor's own among them. Without these random numbers in compiled code count as saved."""

@@ -636,6 +636,7 @@ CHECKS = {
     "OrderedSet": lambda kind: list(kind([2, 1])) == [2, 1],
     "compile_by_inductor": lambda compile: "config_patches" in inspect.signature(compile).parameters,
     "aot_autograd": lambda make: callable(make(fw_compiler=lambda gm, inputs: gm)),
+    "prims": lambda names: callable(names.inductor_random) and callable(names.inductor_seeds),
     "run_as_it_is": lambda run: run(torch.fx.symbolic_trace(lambda x: (x + 1,)), [])([torch.ones(1)])[0].item() == 2,
     "REPLICATE": lambda name: name in inspect.getsource(inspect.getmodule(nn.parallel.replicate)),
 }

@@ -1,0 +1,220 @@
+"""backend="ogc": the numbers of backend="eager", bit by bit, at the peak that was planned."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+import ogc
+from ogc.compiling import partitioner
+from ogc.compiling.backend import backend
+from ogc.torch_state.allocator import peak_bytes
+
+# torch's own, where a graph breaks
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Attention(nn.Module):
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm, self.inner = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + nn.functional.dropout(self.out(mixed), 0.1, self.training)
+        return x + self.down(gelu(self.up(self.inner(x))))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body = nn.Embedding(50, 32), nn.Sequential(*(Attention() for _ in range(3)))
+
+    def forward(self, ids):
+        logits = self.body(self.embedding(ids)) @ self.embedding.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class Broken(nn.Module):
+    """Dynamo compiles its blocks one by one, as the graph breaks between them."""
+
+    def __init__(self, count=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def attention():
+    return nn.Sequential(*(Attention() for _ in range(4))), torch.randn(4, 32, 32)
+
+
+def convolutions():
+    def layers(given, made):
+        return nn.Conv2d(given, made, 3, padding=1), nn.BatchNorm2d(made), nn.ReLU(inplace=True), nn.Dropout(0.2)
+
+    return nn.Sequential(*layers(3, 8), *layers(8, 8), *layers(8, 8), *layers(8, 8)), torch.randn(4, 3, 16, 16)
+
+
+def tied():
+    return Tied(), torch.randint(0, 50, (4, 32))
+
+
+def residual():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, x):
+            first = x
+            for layer in self.layers:
+                x = torch.tanh(layer(x)) * torch.sigmoid(x) + first
+            return x, first.sum()
+
+    return Residual(), torch.randn(256, 64)
+
+
+def trained(run, model, x, steps=2):
+    """Losses, gradients, buffers and the random stream of some steps."""
+    found = []
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        result = run(x)
+        loss = sum(t.float().square().mean() for t in (result if isinstance(result, tuple) else (result,)))
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return [*found, *(t.clone() for t in model.buffers()), torch.rand(1)]
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """All plans that are made."""
+    found, plan_for = [], partitioner.Partitioner.plan_for
+
+    def noted(self, graph):
+        found.append(plan_for(self, graph))
+        return found[-1]
+
+    monkeypatch.setattr(partitioner.Partitioner, "plan_for", noted)
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def made(make):
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize("make", [attention, convolutions, tied, residual])
+@pytest.mark.parametrize("options", [{"memory_budget": 0.7}, {"memory_budget": "least"}, {"max_overhead": 0.2}, {}])
+def test_numbers_are_eager_ones(make, options, plans):
+    model, x = made(make)
+    plain, x = made(make)
+    expected = trained(torch.compile(plain, backend="eager"), plain, x)
+    torch._dynamo.reset()
+    found = trained(torch.compile(model, backend=backend, options=options), model, x)
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+    assert len(plans) == 1 and not plans[0].is_plain
+
+
+@pytest.mark.parametrize("make", [attention, tied, residual])
+@pytest.mark.parametrize("budget", [1.0, 0.6, "least"])
+def test_the_peak_is_the_planned_one(make, budget, plans):
+    model, x = made(make)
+    run = torch.compile(model, backend=backend, options={"memory_budget": budget})
+
+    def step():
+        result = run(x)
+        (result[0] if isinstance(result, tuple) else result).sum().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    measured = peak_bytes(step, "cpu")
+    (plan,) = plans
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.025)
+
+
+def test_all_graphs_of_a_model_share_a_budget(plans):
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(4, 32, 32)
+    expected = trained(torch.compile(model, backend="eager"), model, x)
+    torch._dynamo.reset()
+    budget = 1_600_000
+    run = torch.compile(model, backend=backend, options={"memory_budget": budget})
+
+    def step():
+        torch.manual_seed(3)
+        run(x).square().mean().backward()
+
+    peaks = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        peaks.append(peak_bytes(step, "cpu"))
+    assert peaks[0] > budget >= peaks[1] == peaks[2] > 0.85 * budget
+    assert all(map(torch.equal, trained(run, model, x), expected))
+
+
+def test_a_budget_that_the_graphs_of_a_model_cannot_share_is_told(plans):
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(4, 32, 32)
+    run = torch.compile(model, backend=backend, options={"memory_budget": 800_000})
+    run(x).sum().backward()
+    with pytest.raises(
+        ogc.SolveError, match=r"6 calls of graphs .* at or below 800000 bytes; the smallest peak is some"
+    ):
+        run(x)
+
+
+def test_what_nothing_fits_is_told(plans):
+    model, x = made(attention)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="SolveError: no plan found peaks at or below"):
+        torch.compile(model, backend=backend, options={"memory_budget": 0.01})(x)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"budget": 1}, "has no option 'budget'; it has memory_budget, max_overhead, effort and inductor"),
+        ({"inductor": "yes"}, "inductor must be True or False, not 'yes'"),
+        ({"memory_budget": -1}, "memory_budget"),
+        ({"effort": 7}, "effort must be 0, 1, 2 or 3"),
+    ],
+)
+def test_options_that_are_wrong_are_told(options, message, plans):
+    model, x = made(attention)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
+        torch.compile(model, backend=backend, options=options)(x)
+
+
+def test_what_trains_nothing_is_not_planned(plans):
+    model, x = made(attention)
+    run = torch.compile(model.eval(), backend=backend, options={"memory_budget": 0.5})
+    with torch.no_grad():
+        assert torch.equal(run(x), model(x))
+    assert not plans
+
+
+def test_new_sizes_run_by_the_plan(plans):
+    model, _ = made(attention)
+    eager = torch.compile(model, backend="eager", dynamic=True)
+    planned = torch.compile(model, backend=backend, dynamic=True, options={"memory_budget": 0.6})
+    for length in (24, 40, 36):
+        x = torch.randn(4, length, 32)
+        assert all(map(torch.equal, trained(planned, model, x), trained(eager, model, x)))
+    assert len(plans) == 1
+
+
+def test_the_backend_has_a_name():
+    assert "ogc" in torch.compiler.list_backends()

@@ -1,0 +1,52 @@
+"""Planned graphs that Inductor compiles: equal up to rounding, at the peak that was planned."""
+
+import shutil
+
+import pytest
+import torch
+from test_backend import attention, made, residual, tied
+
+import ogc
+from ogc.torch_state.allocator import peak_bytes
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+]
+
+
+def peak_and_gradients(run, model, x):
+    def step():
+        torch.manual_seed(3)
+        result = run(x)
+        (result[0] if isinstance(result, tuple) else result).square().mean().backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    step()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return peak_bytes(step, "cpu"), gradients
+
+
+@pytest.mark.parametrize("make", [attention, tied, residual])
+def test_compiled_plans_keep_their_peaks(make):
+    model, x = made(make)
+    torch._dynamo.reset()
+    peaks, plain = [], peak_and_gradients(torch.compile(model), model, x)
+    for budget in (0.7, "least"):
+        torch._dynamo.reset()
+        partitioner = ogc.Partitioner(memory_budget=budget)
+        options = {**partitioner.options, "force_disable_caches": True}
+        peak, gradients = peak_and_gradients(torch.compile(model, options=options), model, x)
+        (plan,) = partitioner.plans
+        assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients, plain[1], strict=True))
+        peaks.append(peak)
+    assert peaks[1] < peaks[0] < plain[0]
+
+
+def test_caches_know_partitioners_apart():
+    ids = {ogc.Partitioner(memory_budget=budget).uuid() for budget in (0.5, 0.6, "least", None)}
+    assert len({*ids, ogc.Partitioner(max_overhead=0.5).uuid(), ogc.Partitioner(fuses=False).uuid()}) == 6
+    assert ogc.Partitioner(memory_budget=0.5).uuid() in ids
