@@ -25,6 +25,7 @@ PARTS = {
         *("solve", "frontier", "Frontier", "chunk_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
         *("make_plan", "saved", "recomputed", "Segment", "Policy", "Decisions"),
     ),
+    "Compiled code": ("Partitioner",),
     "Errors": (
         *("OgcError", "InputError", "ParseError", "SolveError", "PlanError"),
         *("ReplayError", "CheckError", "DependencyError"),

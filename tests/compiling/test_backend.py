@@ -14,6 +14,10 @@ from ogc.torch_state.allocator import peak_bytes
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
+def full(*cases):
+    return [pytest.param(case, marks=pytest.mark.full) for case in cases]
+
+
 class Attention(nn.Module):
     def __init__(self, width=32, heads=4):
         super().__init__()
@@ -117,8 +121,10 @@ def made(make):
     return make()
 
 
-@pytest.mark.parametrize("make", [attention, convolutions, tied, residual])
-@pytest.mark.parametrize("options", [{"memory_budget": 0.7}, {"memory_budget": "least"}, {"max_overhead": 0.2}, {}])
+@pytest.mark.parametrize("make", [attention, convolutions, *full(tied, residual)])
+@pytest.mark.parametrize(
+    "options", [{"memory_budget": 0.7}, *full({"memory_budget": "least"}, {"max_overhead": 0.2}, {})]
+)
 def test_numbers_are_eager_ones(make, options, plans):
     model, x = made(make)
     plain, x = made(make)
@@ -129,8 +135,8 @@ def test_numbers_are_eager_ones(make, options, plans):
     assert len(plans) == 1 and not plans[0].is_plain
 
 
-@pytest.mark.parametrize("make", [attention, tied, residual])
-@pytest.mark.parametrize("budget", [1.0, 0.6, "least"])
+@pytest.mark.parametrize("make", [residual, *full(attention, tied)])
+@pytest.mark.parametrize("budget", ["least", *full(1.0, 0.6)])
 def test_the_peak_is_the_planned_one(make, budget, plans):
     model, x = made(make)
     run = torch.compile(model, backend=backend, options={"memory_budget": budget})
@@ -166,6 +172,7 @@ def test_all_graphs_of_a_model_share_a_budget(plans):
     assert all(map(torch.equal, trained(run, model, x), expected))
 
 
+@pytest.mark.full
 def test_a_budget_that_the_graphs_of_a_model_cannot_share_is_told(plans):
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(4, 32, 32)
@@ -187,9 +194,9 @@ def test_what_nothing_fits_is_told(plans):
     "options, message",
     [
         ({"budget": 1}, "has no option 'budget'; it has memory_budget, max_overhead, effort and inductor"),
-        ({"inductor": "yes"}, "inductor must be True or False, not 'yes'"),
-        ({"memory_budget": -1}, "memory_budget"),
-        ({"effort": 7}, "effort must be 0, 1, 2 or 3"),
+        pytest.param({"inductor": "yes"}, "inductor must be True or False, not 'yes'", marks=pytest.mark.full),
+        pytest.param({"memory_budget": -1}, "memory_budget", marks=pytest.mark.full),
+        pytest.param({"effort": 7}, "effort must be 0, 1, 2 or 3", marks=pytest.mark.full),
     ],
 )
 def test_options_that_are_wrong_are_told(options, message, plans):
@@ -198,6 +205,7 @@ def test_options_that_are_wrong_are_told(options, message, plans):
         torch.compile(model, backend=backend, options=options)(x)
 
 
+@pytest.mark.full
 def test_what_trains_nothing_is_not_planned(plans):
     model, x = made(attention)
     run = torch.compile(model.eval(), backend=backend, options={"memory_budget": 0.5})
@@ -206,6 +214,7 @@ def test_what_trains_nothing_is_not_planned(plans):
     assert not plans
 
 
+@pytest.mark.full
 def test_new_sizes_run_by_the_plan(plans):
     model, _ = made(attention)
     eager = torch.compile(model, backend="eager", dynamic=True)
