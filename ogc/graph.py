@@ -91,10 +91,10 @@ class Operation(Variant):
         return replace(self, scratch_bytes=scratch, backward_bytes=backward)
 
     def scaled(self, share: float) -> Operation:
-        """The operation with so many times the bytes, seconds and FLOPs; one without a low-memory variant."""
-        names = [name for name in self.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops"))]
-        weights = {name: weight for name in names if (weight := getattr(self, name))}
-        return replace(self, **{name: type(weight)(share * weight) for name, weight in weights.items()})
+        """The operation with so many times the bytes, seconds and FLOPs."""
+        variant = self.low_memory
+        scaled = variant and replace(variant, **_scaled(variant, share))
+        return replace(self, low_memory=scaled, **_scaled(self, share))
 
     def renumbered(self, numbers: Sequence[int]) -> Operation:
         """The operation with other numbers for values, by the numbers that it has."""
@@ -123,6 +123,11 @@ class Operation(Variant):
         """Whether its low-memory variant saves something else, and does not only take other bytes while it runs."""
         low = self.low_memory or self
         return self.internal_bytes != low.internal_bytes or set(self.saves) != set(low.saves)
+
+
+def _scaled(variant: Variant, share: float) -> dict[str, float]:
+    names = (name for name in variant.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops")))
+    return {name: type(weight)(share * weight) for name in names if (weight := getattr(variant, name))}
 
 
 SMALL_INTERNALS = 64
