@@ -182,7 +182,7 @@ class Replanner:
             log.info("the plan is not reused: %s", error)
             return None
         known.sizes.append(shapes_of(reused.program.recorded.graph))
-        return replace(reused, program=replace(reused.program, recorded=None))
+        return reused
 
     def distrust(self, graph: Graph) -> None:
         """Find no more graphs like this one by numbers alone."""

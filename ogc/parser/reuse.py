@@ -107,7 +107,7 @@ def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds
     check_tensors(sample)
     with parameters_apart(model):
         try:
-            with follow(sample, known, looked_at(program)) as (found, observer):
+            with follow(sample, known, looked_at(program, known.graph)) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
                 expected = Outcome.of(model, found.outputs)
             shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]
@@ -131,6 +131,7 @@ def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds
         guards=guards,
         reads=reads,
         cold=None,
+        recorded=None,
         expected=expected,
     )
     return replace(graph, program=again)
