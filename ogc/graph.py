@@ -125,7 +125,7 @@ class Operation(Variant):
         return self.internal_bytes != low.internal_bytes or set(self.saves) != set(low.saves)
 
 
-def _scaled(variant: Variant, share: float) -> dict[str, float]:
+def _scaled(variant: Variant, share: float) -> dict[str, Any]:
     names = (name for name in variant.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops")))
     return {name: type(weight)(share * weight) for name in names if (weight := getattr(variant, name))}
 
