@@ -7,6 +7,7 @@ pass are not values, because they stay in memory whatever the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -261,6 +262,12 @@ class Graph:
     def may_be_plain(self) -> bool:
         """Whether the plain model keeps to what is told."""
         return not self.told.in_recomputed
+
+    def running(self, program: Any) -> Graph:
+        """The same graph with another program, without another look at its operations."""
+        result = copy(self)
+        object.__setattr__(result, "program", program)
+        return result
 
     def without_program(self) -> Graph:
         """The graph for all but running it: to be pickled, or held by another one."""

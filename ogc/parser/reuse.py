@@ -134,7 +134,7 @@ def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds
         recorded=None,
         expected=expected,
     )
-    return replace(graph, program=again)
+    return graph.running(again)
 
 
 Shapes = list[tuple[int, ...]]

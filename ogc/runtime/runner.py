@@ -283,7 +283,7 @@ class Runner:
         program = entry.graph.program
         is_same: bool = Outcome.of(model, outputs) == program.expected
         if is_same:
-            settled = replace(entry, graph=replace(entry.graph, program=replace(program, expected=None)))
+            settled = replace(entry, graph=entry.graph.running(replace(program, expected=None)))
         else:
             self.planner.distrust(entry.graph)
             problem = "the plan, reused for these sizes, did not give what the model gives"
