@@ -374,3 +374,15 @@ def test_nothing_holds_what_a_size_left():
         assert held() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.full
+def test_a_size_that_was_recorded_anew_leads_on_to_others(looks):
+    """What is planned in another form, as in-place operators, must be given what is alike; a size of one is not."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(True), nn.Conv2d(4, 4, 3, padding=1), nn.Hardswish(True)
+    )
+    made = optimised(model, torch.randn(2, 2, 8, 8))
+    for size in ((6, 8), (8, 1), (6, 1), (4, 1), (5, 7)):
+        assert_same_step(made, model, torch.randn(2, 2, *size))
+    assert len(looks) == 1 and made.report().plain == 0
