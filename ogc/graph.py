@@ -7,6 +7,7 @@ pass are not values, because they stay in memory whatever the plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -91,10 +92,10 @@ class Operation(Variant):
         return replace(self, scratch_bytes=scratch, backward_bytes=backward)
 
     def scaled(self, share: float) -> Operation:
-        """The operation with so many times the bytes, seconds and FLOPs; one without a low-memory variant."""
-        names = [name for name in self.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops"))]
-        weights = {name: weight for name in names if (weight := getattr(self, name))}
-        return replace(self, **{name: type(weight)(share * weight) for name, weight in weights.items()})
+        """The operation with so many times the bytes, seconds and FLOPs."""
+        variant = self.low_memory
+        scaled = variant and replace(variant, **_scaled(variant, share))
+        return replace(self, low_memory=scaled, **_scaled(self, share))
 
     def renumbered(self, numbers: Sequence[int]) -> Operation:
         """The operation with other numbers for values, by the numbers that it has."""
@@ -123,6 +124,11 @@ class Operation(Variant):
         """Whether its low-memory variant saves something else, and does not only take other bytes while it runs."""
         low = self.low_memory or self
         return self.internal_bytes != low.internal_bytes or set(self.saves) != set(low.saves)
+
+
+def _scaled(variant: Variant, share: float) -> dict[str, Any]:
+    names = (name for name in variant.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops")))
+    return {name: type(weight)(share * weight) for name in names if (weight := getattr(variant, name))}
 
 
 SMALL_INTERNALS = 64
@@ -256,6 +262,12 @@ class Graph:
     def may_be_plain(self) -> bool:
         """Whether the plain model keeps to what is told."""
         return not self.told.in_recomputed
+
+    def running(self, program: Any) -> Graph:
+        """The same graph with another program, without another look at its operations."""
+        result = copy(self)
+        object.__setattr__(result, "program", program)
+        return result
 
     def without_program(self) -> Graph:
         """The graph for all but running it: to be pickled, or held by another one."""

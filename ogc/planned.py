@@ -28,7 +28,7 @@ from .parser.custom import parse_graph_of
 from .parser.forward.flat import saved_bytes
 from .plan import Fingerprint, Plan, SavedPlan, plan_on
 from .plan.saving import PARTS, structure_of
-from .planning import Given, GraphAndPlan, OfGraph, PlanOptions, Replanner, look_for, meets, tell_broken, tolerant
+from .planning import Given, GraphAndPlan, OfGraph, PlanOptions, Replanner, look_for, meets, tell_broken
 from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
@@ -92,7 +92,7 @@ class Whole(OfGraph):
             graph = chunked_along(saved.regions, self.model, self.sample_input, graph, self.chunks, parsing)
         plan = plan_on(graph, saved)
         plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
-        keeps = meets(tolerant(goal, graph))
+        keeps = meets(goal)
         if keeps is None or keeps(graph, plan):
             return graph, plan
         tell_broken(goal, plan.peak_bytes, plan.overhead)

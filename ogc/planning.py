@@ -27,7 +27,7 @@ import torch
 
 from .errors import InputError, ParseError, PlanError
 from .graph import MIB, Graph
-from .parser import ParseOptions, Shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
+from .parser import ParseOptions, Shapes, at_shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
 from .plan import Plan, SavedPlan, plan_on, simulate
 from .plan.saving import VERSION
@@ -54,13 +54,24 @@ Meets = Callable[[Graph, Plan], bool]
 """Whether a plan keeps the goal where a graph, weighed for that, is computed."""
 
 
+ROUNDING, NOISE = 1 + 1e-9, 1.05
+"""By how much a plan that was made before may miss the overhead that was asked for: where times are estimated, and
+measured anew."""
+
+
+def tolerant(goal: Goal, graph: Graph) -> Goal:
+    """The goal with a little more time than was asked for: sums of it are rounded, or it is measured anew."""
+    share, slack = goal.max_overhead, ROUNDING if graph.profile == "estimate" else NOISE
+    return goal if share is None else replace(goal, max_overhead=slack * share)
+
+
 def meets(goal: Goal) -> Meets | None:
-    """What tells whether a plan meets a goal; None for a goal for nothing in particular."""
+    """What tells whether a plan that was made before meets a goal; None for a goal for nothing in particular."""
 
     def keeps(graph: Graph, plan: Plan) -> bool:
         cost = None if plan.is_plain else simulate(graph, plan)
-        if goal.max_overhead is not None:
-            return (cost.added_seconds if cost else 0.0) <= goal.max_overhead * graph.step_seconds
+        if (share := tolerant(goal, graph).max_overhead) is not None:
+            return (cost.added_seconds if cost else 0.0) <= share * graph.step_seconds
         plain = plain_peak(graph)
         budget = goal.budget_bytes(plain)
         return budget is None or (cost.peak_bytes if cost else plain) <= budget
@@ -76,10 +87,6 @@ class _Sizes:
     is_trusted: bool = True  # whether others may be found by their numbers alone
     told: bool = False
 
-    @property
-    def are_two(self) -> bool:
-        return len(self.sizes) > 1
-
     def have(self, sizes: Shapes, is_in_bytes: bool) -> bool:
         """Whether a goal is kept for others as no size is larger than one, nor smaller than another, that keep it.
 
@@ -87,6 +94,11 @@ class _Sizes:
         """
         below = is_in_bytes or any(_is_within(one, sizes) for one in self.sizes)
         return below and any(_is_within(sizes, one) for one in self.sizes)
+
+    def are_like(self, sizes: Shapes) -> bool:
+        """Whether others are about as large as those for which the plan was made."""
+        each = zip(chain.from_iterable(self.sizes[0]), chain.from_iterable(sizes), strict=True)
+        return all(planned <= 2 * size and size <= 2 * planned for planned, size in each)
 
     def miss(self, why: str) -> None:
         """Note that a call was not found by its numbers."""
@@ -104,9 +116,11 @@ class Replanner:
     """Reuses plans to other sizes and, given ``make``, makes plans for any other call.
 
     A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
-    plan that does not keep them is not reused, as ``keeps`` tells. Where a budget cannot be met, the plan is the
-    one with the least peak; one that misses its share is reused like those without a goal. ``anew`` plans a model that
-    was sharded, or has hooks that submodules did not have when it was optimized (``hooked`` had some).
+    plan that does not keep them is not reused, as ``keeps`` tells. Of an overhead it tells by times in proportion to
+    sizes, where these are no more than twice, and no less than half, of those that were planned for; else by what is
+    weighed anew. Where a budget cannot be met, the plan is the one with the least peak; one that misses its share is
+    reused like those without a goal. ``anew`` plans a model that was sharded, or has hooks that submodules did not have
+    when it was optimized (``hooked`` had some).
     """
 
     make: Make | None = None
@@ -145,13 +159,15 @@ class Replanner:
         known = self._sizes_of(graph)
 
         def holds(shapes: Shapes) -> bool:
-            return keeps is None or known.have(shapes, is_in_bytes)
+            if keeps is None or known.have(shapes, is_in_bytes):
+                return True
+            return self.budget is None and known.are_like(shapes) and keeps(at_shapes(graph, shapes), plan)
 
         if quickly:
-            if not (known.is_trusted and (sizes == planned or (known.are_two and holds(sizes)))):
+            if not known.is_trusted or (is_in_bytes and not known.have(sizes, is_in_bytes)):
                 return None
             try:
-                return reuse_quickly(model, graph, call, holds if known.are_two else None)
+                return reuse_quickly(model, graph, call, holds)
             except Exception as error:  # be it slowly
                 known.miss(str(error))
                 return None
@@ -166,7 +182,7 @@ class Replanner:
             log.info("the plan is not reused: %s", error)
             return None
         known.sizes.append(shapes_of(reused.program.recorded.graph))
-        return replace(reused, program=replace(reused.program, recorded=None))
+        return reused
 
     def distrust(self, graph: Graph) -> None:
         """Find no more graphs like this one by numbers alone."""
@@ -199,9 +215,6 @@ def _collecting(model: torch.nn.Module) -> str:
 
 
 Found = TypeVar("Found")
-
-ROUNDING, NOISE = 1 + 1e-9, 1.05
-"""By how much a saved plan may miss the overhead that was asked for: where times are estimated, and measured anew."""
 
 
 def saved_plan(source: Any) -> SavedPlan:
@@ -281,12 +294,6 @@ class Store:
 
 
 NOWHERE = Store()
-
-
-def tolerant(goal: Goal, graph: Graph) -> Goal:
-    """The goal with a little more time than was asked for: sums of it are rounded, or it is measured anew."""
-    share, slack = goal.max_overhead, ROUNDING if graph.profile == "estimate" else NOISE
-    return goal if share is None else replace(goal, max_overhead=slack * share)
 
 
 def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:

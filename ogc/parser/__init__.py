@@ -5,7 +5,7 @@ from .custom import ParseGraph
 from .opaque import NamesAndTypes, hooked_modules
 from .options import ParseOptions
 from .parse import parse, parsed
-from .reuse import Shapes, reuse, reuse_quickly, shapes_of
+from .reuse import Shapes, at_shapes, reuse, reuse_quickly, shapes_of
 
 __all__ = [
     "Loss",
@@ -13,6 +13,7 @@ __all__ = [
     "ParseGraph",
     "ParseOptions",
     "Shapes",
+    "at_shapes",
     "hooked_modules",
     "parse",
     "parsed",

@@ -7,9 +7,11 @@ as kernels are chosen by shape.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -83,9 +85,7 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
 @plainly()
 @alone()
 @collecting_new_only()
-def reuse_quickly(
-    model: torch.nn.Module, graph: Graph, sample_input: Any, holds: Callable[[Shapes], bool] | None = None
-) -> Graph:
+def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds: Callable[[Shapes], bool]) -> Graph:
     """``graph`` for a call in which numbers alone are others, be they arguments, attributes or sizes.
 
     It takes one forward, with the memory of inference: the program was verified for other numbers, and what its
@@ -94,8 +94,7 @@ def reuse_quickly(
 
     Args:
         model, graph, sample_input: as for :func:`reuse`.
-        holds: whether the plan holds for these shapes, in the order of :func:`shapes_of`. By default, shapes and
-            integers must be those of the known call.
+        holds: whether the plan holds for these shapes, in the order of :func:`shapes_of`.
 
     Raises:
         ParseError: another program, or what numbers alone do not tell.
@@ -108,15 +107,13 @@ def reuse_quickly(
     check_tensors(sample)
     with parameters_apart(model):
         try:
-            with follow(sample, known, looked_at(program)) as (found, observer):
+            with follow(sample, known, looked_at(program, known.graph)) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
                 expected = Outcome.of(model, found.outputs)
             shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]
-            if shapes != shapes_of(known.graph) and not (holds and holds(shapes)):
+            if shapes != shapes_of(known.graph) and not holds(shapes):
                 raise Unlike("the plan may not keep to its goal for these sizes")
             numbers = numbers_of(program, known.graph, found)
-            if holds is None and not all(isinstance(number, float) for number in numbers.values()):
-                raise Unlike("integers are others")
             saves = check_memory(program, known.graph, found)
             guards = guards_along(program.guards, found)
         except Unlike as unlike:
@@ -134,9 +131,10 @@ def reuse_quickly(
         guards=guards,
         reads=reads,
         cold=None,
+        recorded=None,
         expected=expected,
     )
-    return replace(graph, program=again)
+    return graph.running(again)
 
 
 Shapes = list[tuple[int, ...]]
@@ -145,6 +143,20 @@ Shapes = list[tuple[int, ...]]
 def shapes_of(graph: torch.fx.Graph) -> Shapes:
     """The shape of each tensor of a recorded program, those of its inputs first; () for what is no tensor."""
     return [() if node.op == "get_attr" else tuple(node.meta.get(SHAPE, ())) for node in graph.nodes]
+
+
+def at_shapes(graph: Graph, shapes: Shapes) -> Graph:
+    """``graph`` with times in proportion to what its operations return for other shapes, those of :func:`shapes_of`.
+
+    What the runtime takes beside its operators stays. The graph is to be weighed, not run.
+    """
+    recorded = graph.program.recorded.graph
+    share, shares = 1.0, dict[str, float]()
+    for node, before, now in zip(recorded.nodes, shapes_of(recorded), shapes, strict=True):
+        if prod(before) and SHAPE in node.meta:
+            of = node.args[0] if node.target is operator.getitem else node
+            shares.setdefault(of.name, prod(now) / prod(before))
+    return replace(graph, operations=tuple(op.scaled(share := shares.get(op.name, share)) for op in graph.operations))
 
 
 def _has_opaque(program: Program) -> bool:

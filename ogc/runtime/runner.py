@@ -283,7 +283,7 @@ class Runner:
         program = entry.graph.program
         is_same: bool = Outcome.of(model, outputs) == program.expected
         if is_same:
-            settled = replace(entry, graph=replace(entry.graph, program=replace(program, expected=None)))
+            settled = replace(entry, graph=entry.graph.running(replace(program, expected=None)))
         else:
             self.planner.distrust(entry.graph)
             problem = "the plan, reused for these sizes, did not give what the model gives"
@@ -358,7 +358,9 @@ class Runner:
     def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Entry | None:
         """A plan that is reused from other sizes or numbers, or else one of its own."""
         for quickly, origin in product((True, False), self.entries):
-            if origin.graph is None or origin.plan is None or origin.is_reused:
+            if origin.graph is None or origin.plan is None:
+                continue
+            if origin.is_reused and not (quickly and origin.graph.program.recorded is not None):
                 continue
             if origin.kind.fits(kind, size=False):
                 graph = planner.reuse(model, call, origin.graph, origin.plan, quickly)

@@ -178,5 +178,6 @@ def _let_casts_go() -> Callable[[], None]:
 def generators_of(models: Iterable[torch.nn.Module], given: Any = ()) -> list[torch.Generator]:
     """Random generators that modules have as attributes, or that are given."""
     held = chain.from_iterable(vars(module).values() for model in models for module in model.modules())
-    found = (thing for thing in chain(held, pytree.tree_leaves(given)) if isinstance(thing, torch.Generator))
-    return list({id(generator): generator for generator in found}.values())
+    things = [*held, *pytree.tree_leaves(given)]
+    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, torch.Generator)}  # of few, as that takes long
+    return list({id(thing): thing for thing in things if type(thing) in kinds}.values()) if kinds else []

@@ -43,8 +43,8 @@ USES = {  # with whether one forward is enough
     "filled": (lambda x, number: x + torch.full((8,), number), True),
     "a branch": (chosen, False),
     "a constant": (lambda x, number: x + torch.tensor([number] * 8), False),
-    "a size": (lambda x, number: F.interpolate(x[None], scale_factor=number)[0].mean(-1, keepdim=True) + x, False),
-    "an integer": (lambda x, number: x.roll(int(10 * number), 0), False),
+    "a size": (lambda x, number: F.interpolate(x[None], scale_factor=number)[0].mean(-1, keepdim=True) + x, True),
+    "an integer": (lambda x, number: x.roll(int(10 * number), 0), True),
     "within attention": (attention, False),
 }
 

@@ -1,10 +1,11 @@
-"""Calls of a third size take one forward; whatever a size decides, each step has the plain model's bits."""
+"""Calls of another size take one forward; whatever a size decides, each step has the plain model's bits."""
 
 import cProfile
 import gc
 import importlib
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
+from ogc.graph import RuntimeCosts
+from ogc.plan import simulate
 
 runner = importlib.import_module("ogc.runtime.runner")
-numbers = importlib.import_module("ogc.parser.reuse")
+reuse = importlib.import_module("ogc.parser.reuse")
+planning = importlib.import_module("ogc.planning")
 
 
 class Net(nn.Module):
@@ -71,20 +75,20 @@ def masked(model, h):
     return h.masked_fill(~mask.expand_as(h), 0.0)
 
 
-USES = {  # with how many of the sizes take more than one forward
-    "nothing": (lambda model, h: h, 1),
-    "views": (lambda model, h: h.reshape(-1, 4).flip(0).view(h.shape), 1),
-    "integer division": (lambda model, h: torch.cat([h[:, h.shape[1] // 2 :], h[:, : h.shape[1] // 2]], 1), 1),
-    "the larger": (lambda model, h: h / max(h.shape[1], 9), None),
-    "positions": (lambda model, h: h + torch.arange(h.shape[1])[:, None] / h.shape[1], None),
-    "a causal mask": (lambda model, h: torch.ones(h.shape[1], h.shape[1]).tril() @ h, 1),
-    "attention with dropout": (attention, 1),
-    "padding": (padded, None),
-    "a branch": (chosen, None),
-    "a loop": (repeated, None),
-    "a table that grows": (grown, None),
-    "a cache by length": (cached, None),
-    "a mask": (masked, 1),
+USES = {  # whether all sizes take one forward each
+    "nothing": (lambda model, h: h, True),
+    "views": (lambda model, h: h.reshape(-1, 4).flip(0).view(h.shape), True),
+    "integer division": (lambda model, h: torch.cat([h[:, h.shape[1] // 2 :], h[:, : h.shape[1] // 2]], 1), True),
+    "the larger": (lambda model, h: h / max(h.shape[1], 9), False),
+    "positions": (lambda model, h: h + torch.arange(h.shape[1])[:, None] / h.shape[1], False),
+    "a causal mask": (lambda model, h: torch.ones(h.shape[1], h.shape[1]).tril() @ h, True),
+    "attention with dropout": (attention, True),
+    "padding": (padded, False),
+    "a branch": (chosen, False),
+    "a loop": (repeated, False),
+    "a table that grows": (grown, False),
+    "a cache by length": (cached, False),
+    "a mask": (masked, True),
 }
 SIZES = (16, 12, 10, 7, 9, 1, 14, 10, 20, 5, 16)
 
@@ -93,8 +97,8 @@ SIZES = (16, 12, 10, 7, 9, 1, 14, 10, 20, 5, 16)
 def looks(monkeypatch):
     """How often the memory of a program is looked at, operation by operation."""
     seen = []
-    lower = numbers.lower
-    monkeypatch.setattr(numbers, "lower", lambda *args: seen.append(args) or lower(*args))
+    lower = reuse.lower
+    monkeypatch.setattr(reuse, "lower", lambda *args: seen.append(args) or lower(*args))
     return seen
 
 
@@ -129,15 +133,15 @@ QUICK = ("views", "attention with dropout", "a branch", "a cache by length")
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in USES])
 def test_each_size_gives_what_the_model_gives(name, looks):
-    use, count = USES[name]
+    use, are_quick = USES[name]
     torch.manual_seed(0)
     model = Net(use)
     model(torch.randn(3, SIZES[0], 8))
     made = optimised(model, torch.randn(3, SIZES[0], 8))
     for size in SIZES:
         assert_same_step(made, model, torch.randn(3, size, 8))
-    if count is not None:  # and those of one, at which PyTorch itself decides
-        assert len(looks) <= count + 1
+    if are_quick:
+        assert len(looks) <= 1  # of one, at which PyTorch itself decides
         assert made.report().planned == len(SIZES)
 
 
@@ -176,7 +180,7 @@ def test_the_batch_too_may_be_another(looks):
     made = optimised(model, torch.randn(4, 16, 8))
     for batch, size in ((3, 12), (2, 16), (5, 9), (7, 30), (3, 12)):
         assert_same_step(made, model, torch.randn(batch, size, 8))
-    assert len(looks) == 1
+    assert not looks
 
 
 def test_what_is_read_by_a_size_is_a_condition():
@@ -255,7 +259,7 @@ def test_what_some_sizes_alone_read_is_a_condition_for_them(use, looks):
     made = optimised(model, torch.randn(3, 16, 8))
     for size in (12, 10, 9, 6, 5):
         assert_same_step(made, model, torch.randn(3, size, 8))
-    assert len(looks) == 1
+    assert not looks
     found = {entry.sizes[0][1]: entry.reads for entry in runner_of(made).entries}
     assert found[9] is found[10] is found[16] and found[5] is not found[6] is not found[16]
     CHANGES[use]()
@@ -268,8 +272,8 @@ def test_what_some_sizes_alone_read_is_a_condition_for_them(use, looks):
 
 @pytest.mark.full
 def test_a_plan_that_gives_something_else_is_thrown_away(monkeypatch, caplog):
-    """The first call of a size is held against the plain model, whatever led to the wrong numbers."""
-    known = numbers.numbers_of
+    """The first call of a size is held against the plain model, whatever led to the wrong reuse."""
+    known = reuse.numbers_of
 
     def wrong(*args):
         return {place: number if isinstance(number, float) else number - 1 for place, number in known(*args).items()}
@@ -277,11 +281,11 @@ def test_a_plan_that_gives_something_else_is_thrown_away(monkeypatch, caplog):
     model = Net(lambda model, h: F.pad(h, (0, 0, 0, 32 - h.shape[1]))[:, : h.shape[1]] + 0.0)
     made = optimised(model, torch.randn(3, 16, 8))
     assert_same_step(made, model, torch.randn(3, 12, 8))
-    monkeypatch.setattr(numbers, "numbers_of", wrong)
+    monkeypatch.setattr(reuse, "numbers_of", wrong)
     for _ in range(2):
         assert_same_step(made, model, torch.randn(3, 10, 8))
     assert caplog.text.count("did not give what the model gives") == 1
-    monkeypatch.setattr(numbers, "numbers_of", lambda *args: pytest.fail("used again"))
+    monkeypatch.setattr(reuse, "numbers_of", lambda *args: pytest.fail("used again"))
     assert_same_step(made, model, torch.randn(3, 8, 8))
     assert made.report().planned == 2 and made.report().plain == 2
 
@@ -293,7 +297,7 @@ def test_a_forward_of_another_program_takes_a_plan_of_its_own(caplog):
     with caplog.at_level("INFO"):
         for size in (17, 18, 20, 19, 21):
             assert_same_step(made, model, torch.randn(3, size, 8))
-    assert caplog.text.count("not reused by numbers alone") == 1
+    assert caplog.text.count("not reused by numbers alone") == 2  # once a plan
 
 
 @pytest.mark.full
@@ -306,22 +310,37 @@ def test_a_budget_in_bytes_holds_for_each_size(looks):
     made = ogc.optimize(model, torch.randn(3, 24, 8), memory_budget=budget)
     for size in (20, 12, 8, 16):
         assert_same_step(made, model, torch.randn(3, size, 8))
-    assert len(looks) == 1  # smaller ones take fewer bytes
+    assert not looks  # smaller ones take fewer bytes
     assert_same_step(made, model, torch.randn(3, 30, 8))
     plans = [entry.plan for entry in runner_of(made).entries if entry.kind.inputs.tensors[0].shape[1] == 30]
     assert plans and plans[0] is not made.plan
 
 
 @pytest.mark.full
-def test_a_share_is_looked_at_outside_of_the_sizes_that_keep_it(looks):
+def test_a_share_is_looked_at_where_weights_in_proportion_to_sizes_miss_it(looks, monkeypatch):
     model = Net(attention)
     made = ogc.optimize(model, torch.randn(3, 24, 8), max_overhead=3.0)
-    for size in (12, 20, 16, 14):
+    for size in (20, 40, 30):
         assert_same_step(made, model, torch.randn(3, size, 8))
-    before = len(looks)
-    assert before <= 1
-    assert_same_step(made, model, torch.randn(3, 40, 8))
-    assert len(looks) > before or made.plan.is_plain
+    assert not looks and not made.plan.is_plain
+    monkeypatch.setattr(planning, "at_shapes", lambda graph, _: replace(graph, runtime=RuntimeCosts(run=1e3)))
+    assert_same_step(made, model, torch.randn(3, 46, 8))
+    assert len(looks) == 1
+    monkeypatch.undo()
+    assert_same_step(made, model, torch.randn(3, 100, 8))  # more than twice as many
+    assert made.report().plain == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [400, 900])
+def test_times_in_proportion_to_sizes_are_about_those_that_are_found(size):
+    model, (small, other) = Net(lambda model, h: h), (torch.randn(16, n, 8) for n in (600, size))
+    known, found = (ogc.parse(model, x, profile="estimate") for x in (small, other))
+    plan = ogc.solve(known, memory_budget="least")
+    guessed = reuse.at_shapes(known, reuse.shapes_of(found.program.recorded.graph))
+    for of in (lambda graph: graph.step_seconds, lambda graph: simulate(graph, plan).added_seconds):
+        assert of(guessed) == pytest.approx(of(found), rel=0.1)
+        assert of(guessed) != pytest.approx(of(known), rel=0.2)
 
 
 @pytest.mark.full
@@ -355,3 +374,15 @@ def test_nothing_holds_what_a_size_left():
         assert held() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.full
+def test_a_size_that_was_recorded_anew_leads_on_to_others(looks):
+    """What is planned in another form, as in-place operators, must be given what is alike; a size of one is not."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(True), nn.Conv2d(4, 4, 3, padding=1), nn.Hardswish(True)
+    )
+    made = optimised(model, torch.randn(2, 2, 8, 8))
+    for size in ((6, 8), (8, 1), (6, 1), (4, 1), (5, 7)):
+        assert_same_step(made, model, torch.randn(2, 2, *size))
+    assert len(looks) == 1 and made.report().plain == 0

@@ -55,15 +55,20 @@ def _check_numbers(node: torch.fx.Node, numbers: Iterable[Any]) -> None:
             raise Unlike(f"{node.name} takes {number!r}")
 
 
-def looked_at(program: Program) -> set[str]:
-    """The calls of the recorded program of which :func:`check_memory` has to know what they are given and save."""
+def looked_at(program: Program, known: torch.fx.Graph) -> dict[str, bool]:
+    """The calls of the recorded program ``known`` that are looked at closely, as :func:`follow` takes them.
+
+    Those that are planned in another form must be given what is alike. Of others, :func:`check_memory` has to know
+    what they are given and save.
+    """
     each = list(zip(program.operations, program.saves, strict=True))
     views = (node.name for node, saves in each if any(saved.layout is not None for saved in saves))
-    return {
-        *views,
-        *(program.operations[t].name for t in program.variants),
-        *(node.meta[UNFOLDED][0] for node, _ in each if UNFOLDED in node.meta),
-    }
+    variants = (program.operations[t].name for t in program.variants)
+    unfolded = (node.meta[UNFOLDED][0] for node, _ in each if UNFOLDED in node.meta)
+    planned = {node.name: node.target for node in program.graph.nodes}
+    calls = (node for node in known.nodes if node.op == "call_function")
+    in_other_form = {node.name: True for node in calls if planned.get(node.name) != node.target}
+    return dict.fromkeys((*views, *variants, *unfolded), False) | in_other_form
 
 
 def check_memory(program: Program, known: torch.fx.Graph, found: Followed) -> tuple[tuple[Saved, ...], ...]:

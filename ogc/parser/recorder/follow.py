@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator as python_operator
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -30,7 +30,7 @@ from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import running
 from ..forward.patches import CONTENT, seen_as_recorded, wrap
-from ..traced import ON_CONSTANTS, SEEN, Followed, Seen, Traced, Unlike, outline_of
+from ..traced import ON_CONSTANTS, SEEN, Followed, Seen, Traced, Unlike
 from .operators import OPENED, tells_content, usual_name
 from .python_calls import REFUSED
 from .record import buffers_of, refuse_new_buffers
@@ -39,10 +39,11 @@ from .tensors import memory_seen_of
 
 
 @contextmanager
-def followed(sample: Sample, known: Traced, wanted: Collection[str]) -> Iterator[tuple[Followed, Observer]]:
+def followed(sample: Sample, known: Traced, wanted: Mapping[str, bool]) -> Iterator[tuple[Followed, Observer]]:
     """Run the model's forward along a recorded program, and observe what it reads. Inside, all is as it leaves it.
 
-    ``wanted`` are the names of the calls of which is told what they are given and what they do to memory.
+    ``wanted`` are the names of the calls of which is told what they are given and what they do to memory, and whether
+    that must be alike up to sizes, which are zero, one or more.
 
     Raises:
         Unlike: the forward does something else.
@@ -144,12 +145,13 @@ class _Known(NamedTuple):
     leaves: list[Any]
     numbers: list[Any]  # the same without nodes
     outline: Any
+    memory: Any  # of that, what is shared and saved
     kinds: Any
 
     @staticmethod
     def of(node: torch.fx.Node) -> _Known:
         seen: Seen | None = node.meta.get(SEEN)
-        memory = (None, None) if seen is None else (seen.outline, seen.kinds)
+        memory = (None,) * 3 if seen is None else (seen.outline, seen.outline[1:], seen.kinds)
         leaves = leaves_of(node.args, node.kwargs)
         return _Known(leaves, [None if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves], *memory)
 
@@ -162,7 +164,7 @@ class _Follower:
     """Compares each call of a forward with that of a recorded program."""
 
     def __init__(
-        self, model: torch.nn.Module, known: Traced, inputs: Sequence[torch.Tensor], wanted: Collection[str]
+        self, model: torch.nn.Module, known: Traced, inputs: Sequence[torch.Tensor], wanted: Mapping[str, bool]
     ) -> None:
         self.constants, self.wanted = known.constants, wanted
         self.calls = iter([node for node in known.graph.nodes if node.op not in ("placeholder", "get_attr")])
@@ -242,16 +244,21 @@ class _Follower:
         results: list[torch.Tensor],
         may_write: bool,
     ) -> None:
-        """Compare what a call saves and shares, up to sizes; where it may write, also which given tensors are alike."""
+        """Compare what a call saves and shares.
+
+        Where more than numbers may depend on it, also the outlines of what it is given; where it may write, which of
+        these are alike.
+        """
         try:
             views, saves = memory_seen_of(given, results, self.saved)
-            sizes = [outline_of(tensor.shape, tensor.stride()) for tensor in given]
         except (NotImplementedError, RuntimeError):
             self.refuse(f"{node.name} is given or makes what has no memory of its own")
-        is_like = known.outline == (sizes, views, [save and (save[0], save[1] is None) for save in saves])
+        is_like = known.memory == (views, [save and (save[0], save[1] is None) for save in saves])
         if is_like and (may_write or node.name in self.wanted):
             seen = Seen(tuple(map(TensorSpec.of, given)), views, saves)
             is_like = not may_write or seen.kinds == known.kinds
+            if may_write or self.wanted[node.name]:
+                is_like = is_like and seen.outline == known.outline
             self.found.seen[node.name] = seen
         if not is_like:
             self.refuse(f"{node.name} does something else to memory")

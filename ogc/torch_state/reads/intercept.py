@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from logging import Logger, LoggerAdapter
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ class ObservedClasses:
         self.told = {"__getattribute__": read, "__setattr__": assigned}
         self.known = known
         self._known: dict[tuple[type, str], bool] = {}
+        self._put_in: list[Callable[[], None]] = []  # what was done, to be done again
         self._restore: list[Callable[[], None]] = []
         self._of_modules: type[ModuleType] | None = None
 
@@ -53,15 +54,36 @@ class ObservedClasses:
             self._of_modules = type(
                 "module", (ModuleType,), {name: self._telling(ModuleType, name) for name in self.told}
             )
-        thing.__class__ = self._of_modules
-        self._restore.append(lambda: setattr(thing, "__class__", ModuleType))
+        self._do(
+            partial(setattr, thing, "__class__", self._of_modules), partial(setattr, thing, "__class__", ModuleType)
+        )
         return True
 
     def restore(self) -> None:
         """Let all classes be as before; they may be observed again."""
-        while self._restore:
-            self._restore.pop()()
-        self._known.clear()
+        for restore in reversed(self._restore):
+            restore()
+        for found in (self._restore, self._put_in, self._known):
+            found.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, all classes are as before, and none is to be observed."""
+        puts, restores = self._put_in, self._restore
+        self._put_in, self._restore = [], []
+        for restore in reversed(restores):
+            restore()
+        try:
+            yield
+        finally:
+            for put in puts:
+                put()
+            self._put_in, self._restore = puts, restores
+
+    def _do(self, put: Callable[[], None], restore: Callable[[], None]) -> None:
+        put()
+        self._put_in.append(put)
+        self._restore.append(restore)
 
     def _put(self, kind: type, name: str) -> bool:
         if (kind, name) in self._known:
@@ -75,15 +97,12 @@ class ObservedClasses:
         return self._known[kind, name]
 
     def _replace(self, target: type, name: str) -> bool:
-        before = vars(target).get(name)
+        before, telling = vars(target).get(name), self._telling(target, name)
+        restore = partial(delattr, target, name) if before is None else partial(setattr, target, name, before)
         try:
-            setattr(target, name, self._telling(target, name))
+            self._do(partial(setattr, target, name, telling), restore)
         except TypeError:  # a class that is written in C
             return False
-        if before is None:
-            self._restore.append(lambda: delattr(target, name))
-        else:
-            self._restore.append(lambda: setattr(target, name, before))
         return True
 
     def _telling(self, kind: type, name: str) -> Callable[..., Any]:

@@ -230,12 +230,8 @@ class Observer:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Inside, no class is changed."""
-        self.classes.restore()
-        try:
-            with self._busy():
-                yield
-        finally:
-            self._observe_all()
+        with self._busy(), self.classes.paused():
+            yield
 
     @contextmanager
     def in_opaque(self, name: str) -> Iterator[None]:
