@@ -11,6 +11,7 @@ from textwrap import shorten
 from .experiments import BLOCKS, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE
 from .hollow import errors
 from .measuring import MIB
+from .polished import GOALS, above
 from .row import Data, Row
 from .timing import findings
 
@@ -399,6 +400,83 @@ def ablation(runs: Sequence[Data]) -> str:
     ]
     networks = list(dict.fromkeys(row["arch"] for row in found))
     return table(" | ".join(["search", *goals]), cells) + (f"\nOf {', '.join(networks)}.\n" if cells else "")
+
+
+def instances(runs: Sequence[Data]) -> str:
+    """A row for each network with published budgets, then what fits on a card."""
+    rows = [row for run in runs for row in run["rows"]]
+    cells = []
+    for row in rows:
+        points = row.get("points", ())
+        budgets, theirs, ours = ([*one] for one in zip(*map(_point, points), strict=True)) if points else ([], [], [])
+        if points:
+            size = f"{row['plain_bytes'] / 2**30:.2f} ({row['published_plain']:.2f})"
+            cells.append([row["arch"], row["batch_size"], size, *map(" / ".join, (budgets, theirs, ours))])
+    fits = [
+        f"{row['arch']} {row['batch_size']} ({row['published_batch']}; plain {row['plain_batch']}; at "
+        f"{row['overhead']:.0%})"
+        for row in rows
+        if "published_batch" in row
+    ]
+    said = f"In 16 GiB at one forward more fit, of batches, ours (theirs): {', '.join(fits)}.\n" if fits else ""
+    header = "model | batch | plain GiB, ours (theirs) | within GiB | theirs, % more time | ours, % more time"
+    return f"{table(header, cells)}\n{said}" if rows else ""
+
+
+def _point(point: Data) -> tuple[str, str, str]:
+    """A budget, and what each takes within it."""
+    ours = f"{point['overhead'] * 100:.1f}"
+    if "least_bytes" in point:
+        ours = f"– (least {point['least_bytes'] / 2**30:.2f})"
+    elif point["overhead"] < point["published"]:
+        ours = f"**{ours}**"
+    return f"{point['budget']:.2f}", f"{point['published'] * 100:.1f}", ours
+
+
+def layers(runs: Sequence[Data]) -> str:
+    """A row for each number of layers."""
+    cells = [
+        [
+            *(row["arch"], row["operations"], f"{row['peak_bytes'] / row['plain_bytes']:.3f}"),
+            *(f"{row['overhead']:.1%}", f"{row['parse_seconds']:.1f}", f"{row['plan_seconds']:.1f}"),
+        ]
+        for run in runs
+        for row in run["rows"]
+    ]
+    return table("model | operations | peak over plain | more time | parsing s | planning s", cells)
+
+
+def polished(runs: Sequence[Data]) -> str:
+    """A row for each network: what each goal gets, and how far that is from the best known."""
+    rows = [row for run in runs for row in run["rows"]]
+    of: dict[str, dict[str, Data]] = {}
+    for row in rows:
+        of.setdefault(row["arch"], {})[row["goal"]] = row
+
+    def cell(row: Data | None) -> str:
+        if row is None or "peak_bytes" not in row:
+            return "–"
+        peak, worse = f"{row['peak_bytes'] / row['plain_bytes']:.3f}", above(row)
+        said = f"{row['overhead']:.1%}" if row["goal"] in ("0.7", "0.5") else peak
+        said = f"{peak}, {row['overhead']:.0%}" if row["goal"] == "fair" else said
+        return said + (f" (+{worse:.1%})" if worse >= 0.0005 else "")
+
+    cells = [[arch, *(cell(goals.get(goal)) for goal in GOALS)] for arch, goals in of.items()]
+    if not cells:
+        return ""
+    found = [row for row in rows if "peak_bytes" in row]
+    worse = [above(row) for row in found]
+    gaps = [median(row[kind] for row in found if row["goal"] in goals) for kind, goals in GAPS.items()]
+    return (
+        f"{table(' | '.join(['model', *GOALS]), cells)}\nAbove the best known by {median(worse):.1%} in the median, "
+        f"{max(worse):.1%} at most; {sum(one <= 0.02 for one in worse)} of {len(worse)} plans by no more than 2 %. "
+        f"Proven: budgets within {gaps[0]:.1%} of the shortest step, the others within {gaps[1]:.0%} of the least peak "
+        f"(medians). Planning took {median(row['plan_seconds'] for row in found):.1f} s in the median.\n"
+    )
+
+
+GAPS = {"gap_time": ("0.7", "0.5"), "gap_bytes": ("+10%", "+30%", "least", "fair")}
+"""What is proven of a plan, by its goal."""
 
 
 def zoo(runs: Sequence[Data]) -> str:
