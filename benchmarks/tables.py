@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -83,6 +83,7 @@ def inserted(text: str, *tables: str) -> str:
 def document(folder: Path = RESULTS, suite: str = "full") -> str:
     """docs/results.md, whole: of results that this suite makes, or the one for CUDA."""
     parts = [(title, text, writer, files(pattern, folder)) for title, pattern, text, writer in PARTS]
+    common = _common_versions([run for *_, runs in parts for run in runs])
     machines = list(dict.fromkeys(_machine(run) for *_, runs in parts for run in runs))
     lines = [
         "# Results",
@@ -96,14 +97,15 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "otherwise.",
         "",
         _cuda([run for *_, runs in parts for run in runs]),
-        *([f"All on {machines[0]}."] if len(machines) == 1 else []),
+        *([f"All on {machines[0]}, by {_versions(common)}."] if len(machines) == 1 else []),
         "",
     ]
     for title, text, writer, runs in parts:
         if not runs and title.endswith("on CUDA"):
             continue
         lines += [f"## {title}", "", text, "", writer(runs) or "Not measured yet.\n"]
-        lines += [*_notes(runs), _made_by(runs, suite, len(machines) > 1), ""] if runs else []
+        left_out = common if len(machines) == 1 else {}
+        lines += [*_notes(runs), _made_by(runs, suite, len(machines) > 1, left_out), ""] if runs else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -126,7 +128,17 @@ def _notes(runs: Sequence[Data]) -> list[str]:
     return [*failed, *unrepeatable, ""] if failed or unrepeatable else []
 
 
-def _made_by(runs: Sequence[Data], suite: str, names_machines: bool) -> str:
+def _common_versions(runs: Sequence[Data]) -> dict[str, str]:
+    """What all were made with, but for Python."""
+    every = [{*run["versions"].items()} for run in runs]
+    return {name: found for name, found in sorted(set.intersection(*every)) if name != "python"} if every else {}
+
+
+def _versions(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _made_by(runs: Sequence[Data], suite: str, names_machines: bool, left_out: Container[str] = ()) -> str:
     """The command that makes the files again, and what they were measured with."""
     told = []
     for name in dict.fromkeys((suite, "cuda")):
@@ -137,7 +149,8 @@ def _made_by(runs: Sequence[Data], suite: str, names_machines: bool) -> str:
     for run in runs:
         for name, version in run["versions"].items():
             versions.setdefault(name, []).append(version)
-    told += [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in versions.items() if name != "python"]
+    shown = ((name, found) for name, found in versions.items() if name != "python" and name not in left_out)
+    told += [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in shown]
     told += dict.fromkeys(_machine(run) for run in runs if names_machines)
     return f"{'; '.join(told)}."
 
@@ -161,10 +174,33 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.published,
     ),
     (
+        "Published instances",
+        "instances.json",
+        "MONeT (ICLR 2021) on a P100, Checkmate (MLSys 2020) on a V100, and ours by the rates of these GPUs; budgets "
+        "are for weights, their gradients and the images too. MONeT chooses among algorithms of an operator, which may "
+        "make steps quicker than plain ones. **Bold**: ours is ahead. Max-pooling's backward bounds VGG-16; today's "
+        "ReLU6 saves another tensor.",
+        summaries.instances,
+    ),
+    (
+        "How good plans are",
+        "polished.json",
+        "Plans of the default effort for six goals, by estimated times, beside the best that all goals together "
+        "find with five times as many moves: in step time within a budget, else in peak. *Proven*: how far they are at "
+        "most from any plan.",
+        summaries.polished,
+    ),
+    (
+        "Equal layers",
+        "layers.json",
+        "A Llama of so many layers, width 128, 4×256 tokens, at 10 % more time; CPU seconds.",
+        summaries.layers,
+    ),
+    (
         "Solvers side by side",
         "cpu_solvers.json",
-        "Peak and more FLOPs of each solver's plan at batch 4, where activations are small beside what single "
-        "operations need. `optimal` plans within the published overhead; `none` is the plain model.",
+        "Of the same networks at batch 4, where activations are small beside what single operations need; `optimal` "
+        "plans within the published overhead.",
         summaries.solvers,
     ),
     (
@@ -210,14 +246,6 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
         "MiB by the allocator, of all there is; how much longer a sample takes.",
         summaries.largest,
-    ),
-    (
-        "What each part of the search gains",
-        "ablation.json",
-        "By how much the allocator's peak is higher without it, least, most, median: plans within plans; values that a "
-        "recomputed segment keeps; values made again from a cheaper one. The last row is the best of six "
-        "other orders of the operations, which add gradients up otherwise.",
-        summaries.ablation,
     ),
     (
         "Other people's models",

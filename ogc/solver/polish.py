@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Segment, recomputed, saved
-from ..plan.decisions import Policies, Policy, clipped, fitted, shifted
+from ..plan.decisions import Policies, Policy, clipped, cut_into_segments, fitted, shifted
 from ..plan.fast import Replay
 from ..process import is_late
 from .candidates import Candidate, weigh
@@ -35,6 +35,9 @@ ROUNDS = 3
 LONG, FREED = 0.125, 0.02
 """Share of the program between where a value is made and last read from which on it is a long one; share of the plain
 peak that all of these have to take for the first round to begin without them."""
+
+FINEST = 300
+"""Operations up to which the first round for the least peak begins between all cuts: such plans take long to weigh."""
 
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
@@ -108,7 +111,7 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
     stamp = FEW_MOVES_STAMP if moves < len(costs.graph) else STAMP
     moving, random = _Moves(costs.graph, Random(0), nested, stamp), Random(1)
     best, best_price = start, aim.price(start)
-    now = _without_long_values(costs, start, aim) if nested else start
+    now = _first(costs, start, aim) if nested else start
     price_now = aim.price(now)
     hot = HOT / len(costs.graph)
     for number in range(moves):
@@ -132,15 +135,21 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
     return best if best is start else _tidied(costs, best, aim)
 
 
-def _without_long_values(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
-    """The plan with all long values made again where they are read, as cuts never let go of them; or as it is."""
-    graph = costs.graph
+def _first(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
+    """Where the first round begins: with all long values made again, as cuts never let go of them.
+
+    For the least peak whatever the time, in a short program, with all values made again between all cuts.
+    """
+    graph, decisions = costs.graph, start.decisions
     lengths = zip(graph.values, graph.producers, graph.last_uses, strict=True)
-    long = [v for v, (one, made, read) in enumerate(lengths) if read - made > LONG * len(graph) and not one.is_output]
-    if sum(graph.values[v].bytes for v in long) <= FREED * aim.plain_bytes:
+    remade = [v for v, (one, made, read) in enumerate(lengths) if read - made > LONG * len(graph) and not one.is_output]
+    if aim.budget is None and aim.seconds is None and len(graph) <= FINEST:
+        decisions = Decisions(cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1)))
+        remade = [v for v, one in enumerate(graph.values) if not one.is_output]
+    elif sum(graph.values[v].bytes for v in remade) <= FREED * aim.plain_bytes:
         return start
     try:
-        return weigh(costs, start.decisions.recomputing(long))
+        return weigh(costs, decisions.recomputing(remade))
     except PlanError:  # an operation would run twice that must not
         return start
 

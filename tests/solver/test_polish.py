@@ -12,7 +12,7 @@ from ogc.errors import InputError, SolveError
 from ogc.plan import Decisions, plain_plan, recomputed, saved
 from ogc.plan.fast import Replay
 from ogc.solver.candidates import weigh
-from ogc.solver.polish import Aim, _without_long_values, polished
+from ogc.solver.polish import Aim, _first, polished
 
 GOALS = [
     *({"memory_budget": share} for share in (0.9, 0.75, 0.6, 0.5)),
@@ -105,9 +105,11 @@ def test_the_first_round_begins_without_what_is_read_across_the_program():
         costs, plain = Replay(long), plain_plan(long)
         start = weigh(costs, Decisions((saved(0, 9), recomputed(9, 18))))
         aim = Aim(plain.peak_bytes, plain.step_seconds, None, 0.2 * plain.step_seconds)
-        found = _without_long_values(costs, start, aim)
+        found = _first(costs, start, aim)
         assert found.decisions.recomputed_values == ((v,) if is_long else ())
         assert aim.price(polished(costs, start, aim, 300)) <= aim.price(start)
+        least = _first(costs, start, replace(aim, seconds=None))
+        assert len(least.decisions.segments) == len(long) and len(least.decisions.recomputed_values) == 17
 
 
 @pytest.mark.parametrize("effort", [-1, 4, 1.5, "much", True])
