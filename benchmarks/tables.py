@@ -80,6 +80,11 @@ def inserted(text: str, *tables: str) -> str:
     return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
 
 
+NEW = ("Published instances", "How good plans are", "Equal layers")
+BEFORE = f"Made before plans were improved by local search: all but *{'*, *'.join(NEW)}*."
+"""What is not yet made again by the search of today, which needs no more memory or time."""
+
+
 def document(folder: Path = RESULTS, suite: str = "full") -> str:
     """docs/results.md, whole: of results that this suite makes, or the one for CUDA."""
     parts = [(title, text, writer, files(pattern, folder)) for title, pattern, text, writer in PARTS]
@@ -89,7 +94,7 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "# Results",
         "",
         "Made by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
-        f"`python benchmark.py --suite {suite}` makes all of them again, `--only` with the names below these alone.",
+        f"`{_command(suite)}` makes all of them again, with what stands below a section that one.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
         "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
         "PyTorch's counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
@@ -98,6 +103,7 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "",
         _cuda([run for *_, runs in parts for run in runs]),
         *([f"All on {machines[0]}, by {_versions(common)}."] if len(machines) == 1 else []),
+        *([BEFORE] if folder == RESULTS else []),
         "",
     ]
     for title, text, writer, runs in parts:
@@ -105,7 +111,8 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
             continue
         lines += [f"## {title}", "", text, "", writer(runs) or "Not measured yet.\n"]
         left_out = common if len(machines) == 1 else {}
-        lines += [*_notes(runs), _made_by(runs, suite, len(machines) > 1, left_out), ""] if runs else []
+        made_by = _made_by(runs, suite, len(machines) > 1, left_out).replace(f"`{_command(suite)} ", "`")
+        lines += [*_notes(runs), made_by, ""] if runs else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -128,6 +135,10 @@ def _notes(runs: Sequence[Data]) -> list[str]:
     return [*failed, *unrepeatable, ""] if failed or unrepeatable else []
 
 
+def _command(suite: str) -> str:
+    return f"python benchmark.py --suite {suite}"
+
+
 def _common_versions(runs: Sequence[Data]) -> dict[str, str]:
     """What all were made with, but for Python."""
     every = [{*run["versions"].items()} for run in runs]
@@ -144,7 +155,7 @@ def _made_by(runs: Sequence[Data], suite: str, names_machines: bool, left_out: C
     for name in dict.fromkeys((suite, "cuda")):
         names = {run.file: run.name for run in SUITES[name].runs}
         if known := [names[run["file"]] for run in runs if run["file"] in names]:
-            told.append(f"`python benchmark.py --suite {name} --only {' '.join(known)}`")
+            told.append(f"`{_command(name)} --only {' '.join(known)}`")
     versions: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run["versions"].items():
@@ -185,15 +196,14 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "How good plans are",
         "polished.json",
-        "Plans of the default effort for six goals, by estimated times, beside the best that all goals together "
-        "find with five times as many moves: in step time within a budget, else in peak. *Proven*: how far they are at "
-        "most from any plan.",
+        "Plans of the default effort beside the best that all six goals together find with more moves: in step time "
+        "within a budget, else in peak. *Proven*: at most so far from any plan. Times are estimated.",
         summaries.polished,
     ),
     (
         "Equal layers",
         "layers.json",
-        "A Llama of so many layers, width 128, 4×256 tokens, at 10 % more time; CPU seconds.",
+        "A Llama of width 128 on 4×256 tokens, at +10%; CPU seconds.",
         summaries.layers,
     ),
     (
@@ -258,8 +268,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Time: promised and paid",
         "time/cpu*.json",
-        "What plans promise and a step pays, as shares of the plain step: CPU seconds on one thread, all ways in turn, "
-        "the median of the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
+        "What plans promise and a step pays, as shares of the plain step: CPU seconds, all ways in turn, the median of "
+        "the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
         summaries.timing,
     ),
     (
