@@ -335,7 +335,7 @@ EFFORTS = {0: 0, 1: 10_000, 2: 50_000, 3: 400_000}
 LAST_MOVES = 5
 """Times as many moves as with effort 1, once for each budget that nothing fits which was found."""
 
-MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS, FEWEST_MOVES = 120, 3_500_000, 1_000
+MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS, FEWEST_MOVES = 120, 4_000_000, 1_000
 """Most moves with effort 1: short programs have few, and in long ones each takes longer; but no fewer than those."""
 
 TOLD_LONGER = 1.1
