@@ -36,8 +36,9 @@ LONG, FREED = 0.125, 0.02
 """Share of the program between where a value is made and last read from which on it is a long one; share of the plain
 peak that all of these have to take for the first round to begin without them."""
 
-FINEST = 300
-"""Operations up to which the first round for the least peak begins between all cuts: such plans take long to weigh."""
+FINEST = range(100, 301)
+"""Operations of programs where the first round for the least peak begins between all cuts: in shorter ones other plans
+are as near, in longer ones these take long to weigh."""
 
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
@@ -138,12 +139,12 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
 def _first(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
     """Where the first round begins: with all long values made again, as cuts never let go of them.
 
-    For the least peak whatever the time, in a short program, with all values made again between all cuts.
+    For the least peak whatever the time, in programs of some length, with all values made again between all cuts.
     """
     graph, decisions = costs.graph, start.decisions
     lengths = zip(graph.values, graph.producers, graph.last_uses, strict=True)
     remade = [v for v, (one, made, read) in enumerate(lengths) if read - made > LONG * len(graph) and not one.is_output]
-    if aim.budget is None and aim.seconds is None and len(graph) <= FINEST:
+    if aim.budget is None and aim.seconds is None and len(graph) in FINEST:
         decisions = Decisions(cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1)))
         remade = [v for v, one in enumerate(graph.values) if not one.is_output]
     elif sum(graph.values[v].bytes for v in remade) <= FREED * aim.plain_bytes:

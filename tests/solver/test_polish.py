@@ -108,8 +108,15 @@ def test_the_first_round_begins_without_what_is_read_across_the_program():
         found = _first(costs, start, aim)
         assert found.decisions.recomputed_values == ((v,) if is_long else ())
         assert aim.price(polished(costs, start, aim, 300)) <= aim.price(start)
-        least = _first(costs, start, replace(aim, seconds=None))
-        assert len(least.decisions.segments) == len(long) and len(least.decisions.recomputed_values) == 17
+
+
+def test_the_first_round_for_the_least_peak_begins_between_all_cuts():
+    graph = chain([10] * 120)
+    costs, plain = Replay(graph), plain_plan(graph)
+    start = weigh(costs, Decisions((saved(0, 60), recomputed(60, 120))))
+    decisions = _first(costs, start, Aim(plain.peak_bytes, plain.step_seconds)).decisions
+    assert len(decisions.segments) == 120 and len(decisions.recomputed_values) == 119
+    assert _first(costs, start, Aim(plain.peak_bytes, plain.step_seconds, plain.peak_bytes)) == start
 
 
 @pytest.mark.parametrize("effort", [-1, 4, 1.5, "much", True])
