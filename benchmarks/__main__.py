@@ -25,7 +25,7 @@ import torch
 
 import ogc
 
-from . import ablation, hollow, summaries
+from . import ablation, hollow, instances, layers, polished, summaries
 from .arguments import positive
 from .experiments import EXPERIMENTS, NOT_INSTALLED, TINY, Experiment, measured
 from .items import items_of
@@ -39,6 +39,9 @@ from .trial import Trial
 QUESTIONS: dict[str, tuple[Sequence[str], Callable[[str, Results], None], Callable[[Sequence[Data]], str]]] = {
     "ablation": (list(ablation.NETWORKS), ablation.add_rows, summaries.ablation),
     "hollow": (hollow.NAMES, hollow.add_row, summaries.predicted),
+    "instances": (list(instances.INSTANCES), instances.add_row, summaries.instances),
+    "layers": (layers.LAYERS, layers.add_row, summaries.layers),
+    "polished": (list(polished.NETWORKS), polished.add_rows, summaries.polished),
 }
 """Of plans, without timing: the networks, what adds their rows, and the table of these."""
 

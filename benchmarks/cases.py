@@ -183,7 +183,7 @@ def torchvision_model(name: str) -> nn.Module:
         return torchvision.models.get_model(name, weights=None, **keywords)
 
 
-def _timm_model(name: str) -> nn.Module:
+def timm_model(name: str) -> nn.Module:
     import timm
 
     return timm.create_model(name, pretrained=False)
@@ -234,7 +234,7 @@ def _torchvision(name: str, description: str, block: str, batch_size: int = 64, 
 
 
 def _timm(name: str, description: str, block: str) -> dict[str, Case]:
-    return {name: Case(description, partial(_timm_model, name), Images(224), 64, block, package="timm")}
+    return {name: Case(description, partial(timm_model, name), Images(224), 64, block, package="timm")}
 
 
 PUBLISHED: dict[str, Case] = {

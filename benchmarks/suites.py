@@ -91,7 +91,7 @@ FULL = (
     Run(
         "published_3", f"{PUBLISHED} vgg16 vgg19 nasnet_cifar10 amoebanet_cifar10 darts_cifar10", "cpu_published_3.json"
     ),
-    Run("ablation", "-m benchmarks ablation", "ablation.json"),
+    Run("polished", "-m benchmarks polished", "polished.json"),
     Run(
         "published_1",
         f"{PUBLISHED} resnet18 resnet34 resnet50 resnet101 resnet152 inception_v3 densenet201",
@@ -108,6 +108,8 @@ FULL = (
     alone("compiled", "-m benchmarks compiled --rounds 41", "compiled.json"),
     alone("families", "-m benchmarks families --rounds 5", "families.json"),
     Run("hollow", "-m benchmarks hollow", "hollow.json"),
+    Run("instances", "-m benchmarks instances", "instances.json"),
+    Run("layers", "-m benchmarks layers", "layers.json"),
     alone(
         "devices",
         "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
@@ -133,7 +135,9 @@ FULL = (
 QUICK = (
     Run("compare", f"{COMPARE} resnet18 --batch-size 2 --size 96 --compile-backend aot_eager", "compare/cpu.json"),
     Run("zoo", f"{ZOO} torchvision resnet18 mobilenet_v3_small quantized_resnet18 r3d_18", "zoo/torchvision.json"),
-    Run("ablation", "-m benchmarks ablation resnet18", "ablation.json"),
+    Run("polished", "-m benchmarks polished resnet18", "polished.json"),
+    Run("instances", "-m benchmarks instances vgg16", "instances.json"),
+    Run("layers", "-m benchmarks layers 12", "layers.json"),
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("chunked", f"{SMALL} alexnet --chunks 4", "cpu_chunked.json"),

@@ -11,6 +11,7 @@ from textwrap import shorten
 from .experiments import BLOCKS, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE
 from .hollow import errors
 from .measuring import MIB
+from .polished import GOALS, above
 from .row import Data, Row
 from .timing import findings
 
@@ -96,20 +97,17 @@ def _overhead_ratio(found: Sequence[Row], kind: str) -> str:
 
 
 def solvers(runs: Sequence[Data]) -> str:
-    """A row for each network, with its plans side by side."""
+    """A row for each solver, of all networks."""
     found = in_order(runs)
-    names = list(dict.fromkeys(row.way for row in found))
-    of = {(row.arch, row.way): row for row in found}
-
-    def cell(row: Row | None) -> str:
-        if row is None:
-            return "–"
-        return mib(row.peak_bytes) + ("" if row.way == "none" else f" at {row.more_flops:.0%}")
-
-    networks = dict.fromkeys(row.arch for row in found)
-    return table(
-        " | ".join(["model", *names]), [[arch, *(cell(of.get((arch, way))) for way in names)] for arch in networks]
-    )
+    cells = []
+    for name in dict.fromkeys(row.way for row in found if row.way != "none"):
+        rows = [row for row in found if row.way == name]
+        shares, more = [row.peak_bytes / row.plain_bytes for row in rows], [row.more_flops for row in rows]
+        cells.append([
+            *(name, f"{geometric_mean(shares):.2f}", f"{max(shares):.2f}"),
+            *(f"{sum(more) / len(more):.0%}", f"{max(more):.0%}"),
+        ])  # fmt: skip
+    return table("solver | peak over plain | worst | more FLOPs, mean | most", cells)
 
 
 def chunked(runs: Sequence[Data], whole: Sequence[Row]) -> str:
@@ -399,6 +397,76 @@ def ablation(runs: Sequence[Data]) -> str:
     ]
     networks = list(dict.fromkeys(row["arch"] for row in found))
     return table(" | ".join(["search", *goals]), cells) + (f"\nOf {', '.join(networks)}.\n" if cells else "")
+
+
+def instances(runs: Sequence[Data]) -> str:
+    """A row for each network with published budgets, then what fits on a card."""
+    rows = [row for run in runs for row in run["rows"]]
+    cells = []
+    for row in rows:
+        points = row.get("points", ())
+        budgets, theirs, ours = ([*one] for one in zip(*map(_point, points), strict=True)) if points else ([], [], [])
+        if points:
+            size = f"{row['plain_bytes'] / 2**30:.2f} ({row['published_plain']:.2f})"
+            cells.append([row["arch"], row["batch_size"], size, *map(" / ".join, (budgets, theirs, ours))])
+    fits = [
+        f"{row['arch']} {row['batch_size']} ({row['published_batch']}; plain {row['plain_batch']}; at "
+        f"{row['overhead']:.0%})"
+        for row in rows
+        if "published_batch" in row
+    ]
+    said = f"In 16 GiB at one forward more fit, of batches, ours (theirs): {', '.join(fits)}.\n" if fits else ""
+    header = "model | batch | plain GiB, ours (theirs) | within GiB | theirs, % more time | ours, % more time"
+    return f"{table(header, cells)}\n{said}" if rows else ""
+
+
+def _point(point: Data) -> tuple[str, str, str]:
+    """A budget, and what each takes within it."""
+    ours = f"{point['overhead'] * 100:.1f}"
+    if "least_bytes" in point:
+        ours = f"– (least {point['least_bytes'] / 2**30:.2f})"
+    elif point["overhead"] < point["published"]:
+        ours = f"**{ours}**"
+    return f"{point['budget']:.2f}", f"{point['published'] * 100:.1f}", ours
+
+
+def layers(runs: Sequence[Data]) -> str:
+    """A row for each number of layers."""
+    cells = [
+        [
+            *(row["arch"], f"{row['peak_bytes'] / row['plain_bytes']:.4f}"),
+            *(f"{row['parse_seconds']:.1f}", f"{row['plan_seconds']:.1f}"),
+        ]
+        for run in runs
+        for row in run["rows"]
+    ]
+    return table("model | peak over plain | parsing s | planning s", cells)
+
+
+def polished(runs: Sequence[Data]) -> str:
+    """A row for each goal, and which plans are furthest from the best known."""
+    rows = [row for run in runs for row in run["rows"]]
+    found = [row for row in rows if "peak_bytes" in row]
+    cells = []
+    for goal in GOALS:
+        of_goal = [row for row in found if row["goal"] == goal]
+        if not of_goal:
+            continue
+        worse = [above(row) for row in of_goal]
+        cells.append([
+            *(goal, len(of_goal), f"{median(worse):.1%}", f"{max(worse):.1%}", sum(one <= 0.02 for one in worse)),
+            *(f"{median(row[kind] for row in of_goal):.1%}" for kind in ("gap_time", "gap_bytes")),
+            f"{median(row['plan_seconds'] for row in of_goal):.1f}",
+        ])  # fmt: skip
+    if not cells:
+        return ""
+    far = [f"{row['arch']}, {row['goal']} (+{above(row):.1%})" for row in found if above(row) > 0.02]
+    gaps = [row["gap_time" if row["goal"] in ("0.7", "0.5") else "gap_bytes"] for row in found]
+    header = "goal | plans | above best | most | within 2 % | proven time | proven peak | planning s"
+    return (
+        f"{table(header, cells)}\nOf {', '.join(dict.fromkeys(row['arch'] for row in rows))}. Above by more: "
+        f"{'; '.join(far) or 'none'}. What is asked for is proven within {median(gaps):.1%} in the median.\n"
+    )
 
 
 def zoo(runs: Sequence[Data]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -80,15 +80,21 @@ def inserted(text: str, *tables: str) -> str:
     return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
 
 
+NEW = ("Published instances", "How good plans are", "Equal layers")
+BEFORE = f"Made before plans were improved by local search: all but *{'*, *'.join(NEW)}*."
+"""What is not yet made again by the search of today, which needs no more memory or time."""
+
+
 def document(folder: Path = RESULTS, suite: str = "full") -> str:
     """docs/results.md, whole: of results that this suite makes, or the one for CUDA."""
     parts = [(title, text, writer, files(pattern, folder)) for title, pattern, text, writer in PARTS]
+    common = _common_versions([run for *_, runs in parts for run in runs])
     machines = list(dict.fromkeys(_machine(run) for *_, runs in parts for run in runs))
     lines = [
         "# Results",
         "",
         "Made by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
-        f"`python benchmark.py --suite {suite}` makes all of them again, `--only` with the names below these alone.",
+        f"`{_command(suite)}` makes all of them again, with what stands below a section that one.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
         "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
         "PyTorch's counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
@@ -96,14 +102,17 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "otherwise.",
         "",
         _cuda([run for *_, runs in parts for run in runs]),
-        *([f"All on {machines[0]}."] if len(machines) == 1 else []),
+        *([f"All on {machines[0]}, by {_versions(common)}."] if len(machines) == 1 else []),
+        *([BEFORE] if folder == RESULTS else []),
         "",
     ]
     for title, text, writer, runs in parts:
         if not runs and title.endswith("on CUDA"):
             continue
         lines += [f"## {title}", "", text, "", writer(runs) or "Not measured yet.\n"]
-        lines += [*_notes(runs), _made_by(runs, suite, len(machines) > 1), ""] if runs else []
+        left_out = common if len(machines) == 1 else {}
+        made_by = _made_by(runs, suite, len(machines) > 1, left_out).replace(f"`{_command(suite)} ", "`")
+        lines += [*_notes(runs), made_by, ""] if runs else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -126,18 +135,33 @@ def _notes(runs: Sequence[Data]) -> list[str]:
     return [*failed, *unrepeatable, ""] if failed or unrepeatable else []
 
 
-def _made_by(runs: Sequence[Data], suite: str, names_machines: bool) -> str:
+def _command(suite: str) -> str:
+    return f"python benchmark.py --suite {suite}"
+
+
+def _common_versions(runs: Sequence[Data]) -> dict[str, str]:
+    """What all were made with, but for Python."""
+    every = [{*run["versions"].items()} for run in runs]
+    return {name: found for name, found in sorted(set.intersection(*every)) if name != "python"} if every else {}
+
+
+def _versions(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _made_by(runs: Sequence[Data], suite: str, names_machines: bool, left_out: Container[str] = ()) -> str:
     """The command that makes the files again, and what they were measured with."""
     told = []
     for name in dict.fromkeys((suite, "cuda")):
         names = {run.file: run.name for run in SUITES[name].runs}
         if known := [names[run["file"]] for run in runs if run["file"] in names]:
-            told.append(f"`python benchmark.py --suite {name} --only {' '.join(known)}`")
+            told.append(f"`{_command(name)} --only {' '.join(known)}`")
     versions: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run["versions"].items():
             versions.setdefault(name, []).append(version)
-    told += [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in versions.items() if name != "python"]
+    shown = ((name, found) for name, found in versions.items() if name != "python" and name not in left_out)
+    told += [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in shown]
     told += dict.fromkeys(_machine(run) for run in runs if names_machines)
     return f"{'; '.join(told)}."
 
@@ -161,10 +185,32 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.published,
     ),
     (
+        "Published instances",
+        "instances.json",
+        "MONeT (ICLR 2021) on a P100, Checkmate (MLSys 2020) on a V100, and ours by the rates of these GPUs; budgets "
+        "are for weights, their gradients and the images too. MONeT chooses among algorithms of an operator, which may "
+        "make steps quicker than plain ones. **Bold**: ours is ahead. Max-pooling's backward bounds VGG-16; today's "
+        "ReLU6 saves another tensor.",
+        summaries.instances,
+    ),
+    (
+        "How good plans are",
+        "polished.json",
+        "Plans of the default effort beside the best that all six goals together find with more moves: in step time "
+        "within a budget, else in peak. *Proven*: at most so far from any plan. Times are estimated.",
+        summaries.polished,
+    ),
+    (
+        "Equal layers",
+        "layers.json",
+        "A Llama of width 128 on 4×256 tokens, at +10%; CPU seconds.",
+        summaries.layers,
+    ),
+    (
         "Solvers side by side",
         "cpu_solvers.json",
-        "Peak and more FLOPs of each solver's plan at batch 4, where activations are small beside what single "
-        "operations need. `optimal` plans within the published overhead; `none` is the plain model.",
+        "Of the same networks at batch 4, where activations are small beside what single operations need; `optimal` "
+        "plans within the published overhead.",
         summaries.solvers,
     ),
     (
@@ -212,14 +258,6 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.largest,
     ),
     (
-        "What each part of the search gains",
-        "ablation.json",
-        "By how much the allocator's peak is higher without it, least, most, median: plans within plans; values that a "
-        "recomputed segment keeps; values made again from a cheaper one. The last row is the best of six "
-        "other orders of the operations, which add gradients up otherwise.",
-        summaries.ablation,
-    ),
-    (
         "Other people's models",
         "zoo/*.json",
         "The least peak, whatever is recomputed, of models built from their configurations with small "
@@ -230,8 +268,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Time: promised and paid",
         "time/cpu*.json",
-        "What plans promise and a step pays, as shares of the plain step: CPU seconds on one thread, all ways in turn, "
-        "the median of the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
+        "What plans promise and a step pays, as shares of the plain step: CPU seconds, all ways in turn, the median of "
+        "the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
         summaries.timing,
     ),
     (

@@ -10,7 +10,7 @@ linear layers, of additions, and of blocks that compute next to nothing.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,38 @@ class UNet(nn.Module):
         x = across.pop()
         for up in self.up:
             x = up(x, across.pop())
+        return self.classify(x)
+
+
+class VggUNet(nn.Module):
+    """VGG-16's convolutions down, one at each level up, at half of the size: N, 3, H, W to N, classes, H/2, W/2."""
+
+    def __init__(self, classes: int = 51) -> None:
+        super().__init__()
+        levels = ((3, 64, 2), (64, 128, 2), (128, 256, 3), (256, 512, 3))
+        self.down = nn.ModuleList(self._level(*level) for level in levels)
+        widths = ((512, 512), (768, 256), (384, 128), (192, 64))
+        self.up = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width)) for before, width in widths
+        )
+        self.classify = nn.Conv2d(64, classes, 3, padding=1)
+
+    @staticmethod
+    def _level(before: int, width: int, count: int) -> nn.Sequential:
+        widths = [before, *[width] * count]
+        layers = ((nn.Conv2d(a, b, 3, padding=1), nn.ReLU(inplace=True)) for a, b in pairwise(widths))
+        return nn.Sequential(*(layer for pair in layers for layer in pair), nn.MaxPool2d(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        across, x = [], images
+        for down in self.down:
+            x = down(x)
+            across.append(x)
+        x = across.pop()
+        for number, up in enumerate(self.up):
+            if number:
+                x = torch.cat([F.interpolate(x, scale_factor=2.0), across.pop()], 1)
+            x = up(x)
         return self.classify(x)
 
 

@@ -71,6 +71,8 @@ _STATED = (
     ("T4", (7, 5), 8.1, 8.1, 65, 320, 40),
     ("V100 SXM2", (7, 0), 15.7, 15.7, 125, 900, 80),
     ("V100 PCIe", (7, 0), 14, 14, 112, 900, 80),
+    # "NVIDIA Tesla P100" data sheet: PCIe, 16 GB. It has no tensor cores.
+    ("P100", (6, 0), 9.3, 9.3, 18.7, 732, 56),
     # NVIDIA's architecture white papers "Turing" (reference specification), "Ampere GA102", "Ada" and "RTX Blackwell",
     # with accumulation in float32.
     ("RTX 2080 Ti", (7, 5), 13.4, 13.4, 53.8, 616, 68),

@@ -131,8 +131,8 @@ every segment."""
 SELECTIVE_SHARES = tuple(np.geomspace(0.005, 0.7, 12))
 """The same for selective plans; closer where little is recomputed."""
 
-PRICES = 24
-"""Prices that are tried for each share."""
+CLOSE_PRICES = 1.01
+"""Ratio of two prices between which none is tried."""
 
 PARTS = 200
 """Segments of a selective plan at most: each looks at what comes before it."""
@@ -149,7 +149,7 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
     found = []
     for share, shared in [*zip(shares, repeat(False)), *zip(shares[1::2], repeat(True))]:
         low, high = 1e-4 * unit, 1e4 * unit
-        for _ in range(PRICES):
+        while high > CLOSE_PRICES * low:
             price = (low * high) ** 0.5
             if worth.kept(price, shared)[1] <= share * whole:
                 low = price
@@ -179,7 +179,13 @@ class _Worth:
         for v in graph.told.recomputed:
             self.with_internals[v] = inf  # so that it is never kept
         self.readers = Counter(v for op in operations for v in {*op.reads})
-        self.in_order = sorted(range(len(self.size)), key=graph.producers.__getitem__)
+        self.known: dict[tuple[float, bool], tuple[frozenset[int], float]] = {}
+        self.to_make = [
+            (v, self.with_internals[v], self.seconds[t], [u for u in operations[t].reads if u != v])
+            for v, (size, t) in enumerate(zip(self.size, graph.producers, strict=True))
+            if size
+        ]
+        self.to_make.sort(key=lambda one: graph.producers[one[0]])
 
     def kept(self, price: float, shared: bool) -> tuple[frozenset[int], float]:
         """The values that are kept at so many seconds per byte, and the seconds of what is recomputed then.
@@ -188,26 +194,31 @@ class _Worth:
         backward asks for is there anyway; anything else is kept or made in its turn, for this one or, where that is
         ``shared``, for all that read it.
         """
-        operations, producers = self.graph.operations, self.graph.producers
+        if (price, shared) not in self.known:
+            self.known[price, shared] = self._kept(price, shared)
+        return self.known[price, shared]
+
+    def _kept(self, price: float, shared: bool) -> tuple[frozenset[int], float]:
+        operations, producers, asked_for = self.graph.operations, self.graph.producers, self.asked_for
         cost = [0.0] * len(self.size)  # of having a value that no backward asks for
         is_kept = [True] * len(self.size)
-        for v in self.in_order:
-            if not self.size[v]:
-                continue
-            bytes_cost = price * self.with_internals[v]
-            again = self.seconds[producers[v]] + sum(cost[u] for u in operations[producers[v]].reads if u != v)
+        for v, size, again, reads in self.to_make:
+            bytes_cost = price * size
+            for u in reads:
+                again += cost[u]
             is_kept[v] = bytes_cost <= again
-            if v not in self.asked_for:
+            if v not in asked_for:
                 cost[v] = min(bytes_cost, again) / (max(1, self.readers[v]) if shared else 1)
         recomputed_operations: set[int] = set()
-        wanted, waiting = {*self.asked_for}, [*self.asked_for]
+        wanted, waiting = {*asked_for}, [*asked_for]
         while waiting:
             v = waiting.pop()
             if not is_kept[v] and producers[v] not in recomputed_operations:
                 recomputed_operations.add(producers[v])
-                more = {*operations[producers[v]].reads} - wanted
-                wanted |= more
-                waiting += more
+                for u in operations[producers[v]].reads:
+                    if u not in wanted:
+                        wanted.add(u)
+                        waiting.append(u)
         kept = frozenset(v for v in wanted if is_kept[v] and self.size[v])
         return kept, sum(map(self.seconds.__getitem__, sorted(recomputed_operations)))
 

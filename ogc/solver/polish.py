@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Segment, recomputed, saved
-from ..plan.decisions import Policies, Policy, clipped, fitted, shifted
+from ..plan.decisions import Policies, Policy, clipped, cut_into_segments, fitted, shifted
 from ..plan.fast import Replay
 from ..process import is_late
 from .candidates import Candidate, weigh
@@ -32,9 +32,20 @@ left of that at last."""
 ROUNDS = 3
 """How often that is begun, from the best plan so far."""
 
+LONG, FREED = 0.125, 0.02
+"""Share of the program between where a value is made and last read from which on it is a long one; share of the plain
+peak that all of these have to take for the first round to begin without them."""
+
+FINEST = range(100, 301)
+"""Operations of programs where the first round for the least peak begins between all cuts: in shorter ones other plans
+are as near, in longer ones these take long to weigh."""
+
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
 is followed by another before it is weighed; is made for all values and operations of equal layers."""
+
+FEW_MOVES_STAMP = 0.6
+"""The same for segments of a layer put on others where there are fewer moves than operations."""
 
 SOME, CHANGED = 0.5, 0.5
 """How often that is done in some of the layers; a layer is changed before the others get its segments."""
@@ -98,14 +109,16 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
     """
-    moving, random = _Moves(costs.graph, Random(0), nested), Random(1)
-    best = now = start
-    best_price = price_now = aim.price(start)
+    stamp = FEW_MOVES_STAMP if moves < len(costs.graph) else STAMP
+    moving, random = _Moves(costs.graph, Random(0), nested, stamp), Random(1)
+    best, best_price = start, aim.price(start)
+    now = _first(costs, start, aim) if nested else start
+    price_now = aim.price(now)
     hot = HOT / len(costs.graph)
     for number in range(moves):
         if is_late():
             break
-        if number * ROUNDS % moves < ROUNDS:
+        if number and number * ROUNDS % moves < ROUNDS:
             now, price_now = best, best_price
         heat = hot * COOLING ** (number * ROUNDS / moves % 1)
         decisions = moving.moved(now)
@@ -121,6 +134,25 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
             if price_found < best_price and not aim.excess(found):
                 best, best_price = found, price_found
     return best if best is start else _tidied(costs, best, aim)
+
+
+def _first(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
+    """Where the first round begins: with all long values made again, as cuts never let go of them.
+
+    For the least peak whatever the time, in programs of some length, with all values made again between all cuts.
+    """
+    graph, decisions = costs.graph, start.decisions
+    lengths = zip(graph.values, graph.producers, graph.last_uses, strict=True)
+    remade = [v for v, (one, made, read) in enumerate(lengths) if read - made > LONG * len(graph) and not one.is_output]
+    if aim.budget is None and aim.seconds is None and len(graph) in FINEST:
+        decisions = Decisions(cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1)))
+        remade = [v for v, one in enumerate(graph.values) if not one.is_output]
+    elif sum(graph.values[v].bytes for v in remade) <= FREED * aim.plain_bytes:
+        return start
+    try:
+        return weigh(costs, decisions.recomputing(remade))
+    except PlanError:  # an operation would run twice that must not
+        return start
 
 
 def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
@@ -160,8 +192,8 @@ def _without_vain_levels(one: Segment) -> Segment:
 class _Moves:
     """Random changes of a plan of one graph."""
 
-    def __init__(self, graph: Graph, random: Random, nested: bool) -> None:
-        self.graph, self.random, self.nested = graph, random, nested
+    def __init__(self, graph: Graph, random: Random, nested: bool, stamp: float = STAMP) -> None:
+        self.graph, self.random, self.nested, self.stamp = graph, random, nested, stamp
         self.cuts, self.is_cut = graph.cuts, frozenset(graph.cuts)
         self.values = [v for v, value in enumerate(graph.values) if not value.is_output]
         kinds: dict[object, list[int]] = {}
@@ -237,7 +269,7 @@ class _Moves:
         """A change of the segments of some level."""
         inner = [n for n, one in enumerate(segments) if one.parts and one.stop - one.start > 2] if self.nested else []
         if not inner or self.random.random() >= DEEPER:
-            if self.layers and self.random.random() < STAMP:
+            if self.layers and self.random.random() < self.stamp:
                 return self._stamp(segments)
             return self.random.choice(self.of_level)(segments)
         n = self.random.choice(inner)

@@ -192,6 +192,8 @@ class Search:
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
+        if peak < lower_bound(self.graph):  # tables for so little would have as many units as there are bytes
+            return None
         found = self._fitting(peak, self._some_cuts)
         if found and self._some_cuts is not self._all_cuts:
             found = self._faster(found, peak)

@@ -150,8 +150,11 @@ def frontier(
     for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
         with suppress(SolveError):
             optimal(told, Goal(max(1, peak)))
-    known = _known_of(told)
-    known.learn(search_of(told).curve(points))
+    known, asked = _known_of(told), ("curve", points)
+    if asked not in known.answered:
+        known.learn(search_of(told).curve(points))
+        if not is_late():
+            known.answered.add(asked)
     plans = [
         plain.deciding(c.decisions.as_told(told.told), "optimal")
         for c in known.plans
@@ -221,18 +224,20 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
         return plain
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
     aim, known = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), _known_of(graph)
-    search, asked, moves = search_of(graph, nested=bool(goal)), (goal, effort), _moves(effort, graph)
-    _look(search, known, aim)
+    search, moves, is_new = search_of(graph, nested=bool(goal)), _moves(effort, graph), known.is_new(goal, effort)
+    if is_new:
+        _look(search, known, aim)
     found = known.best(graph, goal, aim)
     if found is None and not (goal or may_be_plain):  # what is told alone takes longer than is fair
         aim = replace(aim, seconds=TOLD_LONGER * known.plans[-1].seconds)
-        _look(search, known, aim)
+        if is_new:
+            _look(search, known, aim)
         found = known.best(graph, goal, aim)
-    if found is not None and moves and asked not in known.answered:
+    if found is not None and moves and is_new:
         known.learn([polished(search.costs, found, aim, moves, nested=bool(goal))])
         found = known.best(graph, goal, aim)
     if not is_late():
-        known.answered.add(asked)
+        known.answered.add((goal, effort))
     if not goal.is_bounded and known.plans and not is_late():
         plain = replace(plain, floor=(known.plans[0].peak_bytes, known.plans[0].seconds))
     if budget is not None and found is None:
@@ -277,12 +282,17 @@ class _Known:
     Attributes:
         plans: those that no other beats in both peak and time, by ascending peak.
         of_one_level: the same of those without levels and values that are recomputed one by one.
-        answered: the goals and efforts, and the budgets that nothing fitted, for which there was time to look.
+        answered: the goals and efforts, the budgets that nothing fitted, and the numbers of points of a curve, for
+            which there was time to look.
     """
 
     plans: list[Candidate] = field(default_factory=list)
     of_one_level: list[Candidate] = field(default_factory=list)
     answered: set[object] = field(default_factory=set)
+
+    def is_new(self, goal: Goal, effort: int) -> bool:
+        """Whether no search of as much effort was done for a goal."""
+        return not self.answered.intersection((goal, other) for other in EFFORTS if other >= effort)
 
     def learn(self, found: Iterable[Candidate]) -> None:
         """Remember plans."""
@@ -319,14 +329,14 @@ def _known_of(graph: Graph) -> _Known:
     return _known[id(graph)]
 
 
-EFFORTS = {0: 0, 1: 8_000, 2: 50_000, 3: 400_000}
+EFFORTS = {0: 0, 1: 10_000, 2: 50_000, 3: 400_000}
 """Moves of the local search by ``effort``."""
 
 LAST_MOVES = 5
 """Times as many moves as with effort 1, once for each budget that nothing fits which was found."""
 
-MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 100, 2_000_000
-"""Most moves with effort 1: short programs have few, and in long ones each takes longer."""
+MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS, FEWEST_MOVES = 120, 4_000_000, 1_000
+"""Most moves with effort 1: short programs have few, and in long ones each takes longer; but no fewer than those."""
 
 TOLD_LONGER = 1.1
 """Times as long as what is told takes at least, for a plan without a goal where that is more than is fair."""
@@ -338,7 +348,8 @@ SLOWER = 50
 def _moves(effort: int, graph: Graph) -> int:
     moves = EFFORTS[effort]
     if effort == 1:
-        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // len(graph))
+        most = max(FEWEST_MOVES, MOVES_TIMES_OPERATIONS // len(graph))
+        moves = min(moves, MOVES_PER_OPERATION * len(graph), most)
     return moves if library() is not None else moves // SLOWER
 
 

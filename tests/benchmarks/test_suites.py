@@ -34,9 +34,9 @@ def test_quick_makes_every_kind_of_result_that_full_makes(tmp_path):
             assert list(tmp_path.glob(pattern)), title
 
 
-ROW = {"arch": "net", "goal": "least peak", "without": "nothing", "peak_bytes": 2, "plain_bytes": 3}
+ROW = {"arch": "luck", "operations": 7, "peak_bytes": 2, "plain_bytes": 3, "overhead": 0.1}
 MEASURED = json.dumps({
-    **environment(["it"], torch.device("cpu"), 0), "rows": [ROW, {**ROW, "without": "luck", "peak_bytes": 3}]
+    **environment(["it"], torch.device("cpu"), 0), "rows": [{**ROW, "parse_seconds": 1, "plan_seconds": 2}]
 })  # fmt: skip
 WRITES = f"import sys; open(sys.argv[2], 'w').write({MEASURED!r})"
 
@@ -45,7 +45,7 @@ WRITES = f"import sys; open(sys.argv[2], 'w').write({MEASURED!r})"
 def suite(monkeypatch, tmp_path):
     runs = (
         Run("fails", "-c 'raise SystemExit(\"there is no luck\")'", "zoo/luck.json"),
-        Run("ablation", f"-c {shlex.quote(WRITES)}", "ablation.json"),
+        Run("layers", f"-c {shlex.quote(WRITES)}", "layers.json"),
     )
     monkeypatch.setitem(SUITES, "full", Suite(runs, folder=tmp_path / "results"))
     return tmp_path / "results"
@@ -61,8 +61,8 @@ def test_a_run_that_fails_loses_no_other_and_what_it_wrote_earlier_is_gone(suite
     assert "fails: failed with status 1:\n  there is no luck" in said and "failed: fails" in said
     assert not old.exists()
     text = (suite / "results.md").read_text()
-    assert "| without luck | +50% to +50%, +50% |" in text
-    assert "`python benchmark.py --suite full --only ablation`" in text
+    assert "| luck | 0.6667 | 1.0 | 2.0 |" in text
+    assert "`--only layers`" in text
 
 
 def test_what_is_timed_runs_alone(monkeypatch, tmp_path, capsys):
@@ -80,10 +80,10 @@ def test_what_is_timed_runs_alone(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.full
 def test_single_runs(suite, capsys, tmp_path):
-    assert benchmark.main(["--only", "ablation", "--results", str(tmp_path / "elsewhere")]) == 0
-    assert (tmp_path / "elsewhere" / "ablation.json").exists() and not suite.exists()
-    assert benchmark.main(["--only", "ablatoin"]) == 2
-    assert "the suite 'full' has no run named ablatoin; it has fails, ablation" in capsys.readouterr().err
+    assert benchmark.main(["--only", "layers", "--results", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "layers.json").exists() and not suite.exists()
+    assert benchmark.main(["--only", "layres"]) == 2
+    assert "the suite 'full' has no run named layres; it has fails, layers" in capsys.readouterr().err
 
 
 def test_a_suite_runs_with_one_thread_and_says_where_its_files_belong():

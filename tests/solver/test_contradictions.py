@@ -1,11 +1,12 @@
 """Of all that is asked of one graph, no answer is worse than another one shows to be possible."""
 
+import importlib
 import random
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from helpers import random_graph
+from helpers import chain, random_graph
 from stacks import stack
 
 import ogc
@@ -13,6 +14,7 @@ from ogc.errors import SolveError
 from ogc.plan import plain_plan
 from ogc.plan.schedule import Schedule
 from ogc.solver import FAIR_OVERHEAD, NEGLIGIBLE
+from ogc.solver.search import Search
 
 BUDGETS = [{"memory_budget": share} for share in (0.9, 0.7, 0.5, 0.3)]
 OVERHEADS = [{"max_overhead": share} for share in (0.05, 0.1, 0.2, 0.3, 0.5)]
@@ -117,3 +119,33 @@ def test_a_budget_below_what_the_program_finds_is_met_where_the_local_search_can
     least, moved = (ogc.solve(replace(graph), memory_budget="least", effort=effort).peak_bytes for effort in (0, 1))
     assert moved < least
     assert ogc.solve(replace(graph), memory_budget=moved).peak_bytes <= moved
+
+
+def test_what_was_looked_for_is_not_looked_for_again(monkeypatch):
+    graph, goals = random_graph(4, most=25), [{"max_overhead": 0.2}, {"memory_budget": 0.01}, {}]
+
+    def answers(effort):
+        found = [ogc.frontier(graph, points=5).plans]
+        for goal in goals:
+            try:
+                found.append(ogc.solve(graph, effort=effort, **goal).decisions)
+            except SolveError as error:
+                found.append(str(error))
+        return found
+
+    answers(1)
+    found = answers(1)  # with all that is known
+    solving = importlib.import_module("ogc.solver.solve")
+    for name in ("_look", "polished"):
+        monkeypatch.setattr(solving, name, lambda *_, **__: pytest.fail("looked for again"))
+    monkeypatch.setattr(Search, "curve", lambda *_: pytest.fail("looked for again"))
+    assert answers(1) == answers(0) == found
+    with pytest.raises(pytest.fail.Exception):
+        answers(2)
+
+
+def test_a_budget_below_every_operation_is_refused_without_tables(monkeypatch):
+    """Of few bytes where operations take billions: a table would have a unit for each."""
+    monkeypatch.setattr(Search, "_fitting", lambda *_: pytest.fail("a table was asked for"))
+    with pytest.raises(SolveError, match=r"at or below 0.0 MiB \(1000 bytes\); the smallest peak is"):
+        ogc.solve(chain([2**31] * 8), memory_budget=1000)

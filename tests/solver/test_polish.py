@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 from exact import least_peak
-from helpers import random_graph, seeds
+from helpers import chain, random_graph, seeds
 from stacks import stack
 
 import ogc
 from ogc.errors import InputError, SolveError
-from ogc.plan import plain_plan
+from ogc.plan import Decisions, plain_plan, recomputed, saved
 from ogc.plan.fast import Replay
 from ogc.solver.candidates import weigh
-from ogc.solver.polish import Aim, polished
+from ogc.solver.polish import Aim, _first, polished
 
 GOALS = [
     *({"memory_budget": share} for share in (0.9, 0.75, 0.6, 0.5)),
@@ -92,6 +92,31 @@ def test_equal_layers_are_improved_together():
         assert plans[1].overhead <= 0.1
         gains.append(plans[1].peak_bytes / plans[0].peak_bytes)
     assert max(gains) <= 1 and min(gains) < 0.98, gains
+
+
+def test_the_first_round_begins_without_what_is_read_across_the_program():
+    """A wide skip is made again from its cheap operation; narrow ones, and those that are short, stay."""
+    graph = chain([40, 40, *[10] * 7, 1, *[10] * 7, 5])
+    for v, read_at, is_long in ((1, 16, True), (1, 3, False), (9, 16, False)):
+        op = graph.operations[read_at]
+        skipped = replace(op, reads=(v, *op.reads), saves=(v, *op.saves))
+        operations = (*graph.operations[:read_at], skipped, *graph.operations[read_at + 1 :])
+        long = replace(graph, operations=operations)
+        costs, plain = Replay(long), plain_plan(long)
+        start = weigh(costs, Decisions((saved(0, 9), recomputed(9, 18))))
+        aim = Aim(plain.peak_bytes, plain.step_seconds, None, 0.2 * plain.step_seconds)
+        found = _first(costs, start, aim)
+        assert found.decisions.recomputed_values == ((v,) if is_long else ())
+        assert aim.price(polished(costs, start, aim, 300)) <= aim.price(start)
+
+
+def test_the_first_round_for_the_least_peak_begins_between_all_cuts():
+    graph = chain([10] * 120)
+    costs, plain = Replay(graph), plain_plan(graph)
+    start = weigh(costs, Decisions((saved(0, 60), recomputed(60, 120))))
+    decisions = _first(costs, start, Aim(plain.peak_bytes, plain.step_seconds)).decisions
+    assert len(decisions.segments) == 120 and len(decisions.recomputed_values) == 119
+    assert _first(costs, start, Aim(plain.peak_bytes, plain.step_seconds, plain.peak_bytes)) == start
 
 
 @pytest.mark.parametrize("effort", [-1, 4, 1.5, "much", True])
