@@ -152,18 +152,32 @@ class Kernel:
     turn: int = 0
 
     def takes(self, other: Kernel) -> bool:
-        """Whether a kernel that reads from this one can become part of it."""
+        """Whether a kernel that reads from this one can become part of it.
+
+        Random numbers go with the mask that is made of them alone: that can be kept where drawing takes long.
+        """
+        if self.draws and not (len(other.nodes) == 1 and _is_mask(other.nodes[0])):
+            return False
         if not (self.is_fused and other.is_fused) or self.sizes.isdisjoint(other.sizes):
             return False
         if self.is_ended:
             return self.loop not in other.sizes
         return not (self.loop and other.loop) or self.loop == other.loop
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(packet(node) in RANDOM for node in self.nodes)
+
     def take(self, other: Kernel) -> None:
         """Take in a kernel that this one reads from."""
         self.nodes = other.nodes + self.nodes
         self.sizes |= other.sizes
         self.loop, self.is_ended = self.loop or other.loop, self.is_ended or other.is_ended
+
+
+def _is_mask(node: Node) -> bool:
+    return is_tensor(node) and node.meta["val"].dtype is torch.bool
 
 
 def _alone(number: int, node: Node) -> Kernel:
