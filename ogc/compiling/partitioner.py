@@ -16,7 +16,7 @@ from ..plan.schedule import Schedule, Step
 from ..solver import Budget, Goal, SolveOptions
 from ..torch_state.compilers import CustomPartitioner, OrderedSet, hash_of_files, hold_order, partition_in_order
 from .joint import JointGraph
-from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor, maker_of
+from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Rewriting:
                 else:
                     self._recompute(step)
             for node in self.joint.later:  # views that are returned, and what no kernel computes
-                self._place(node, _Copying(self, {}, set()))
+                self._place(node, _Copying(self, {}, False))
         for node in self.graph.nodes:
             node.meta.pop("recompute", None)
         self.graph.eliminate_dead_code()
@@ -139,9 +139,12 @@ class Rewriting:
         return {node.name: waited.name for node, waited in self.waiting.items()}
 
     def _recompute(self, step: Step) -> None:
-        """Copy the nodes of an operation."""
-        local = _Copying(self, self._copies_for(step), set(self.joint.kernels.kernels[step.operation].nodes))
-        for v in self.schedule.graph.operations[step.operation].writes:
+        """Copy the nodes of an operation, as far as its run makes what they leave in memory."""
+        writes = self.schedule.graph.operations[step.operation].writes
+        made = self.schedule.runs[step.run].made.intersection(writes)
+        copies = self._copies_for(step) | {v: self._copy(step.run, v) for v in writes if v not in made}
+        local = _Copying(self, copies, True)
+        for v in sorted(made):
             self.copies[step.run, v] = self.latest[v] = local.copy(self.joint.values[v])
         self._end_kernel()
 
@@ -149,7 +152,7 @@ class Rewriting:
         """Move the kernels whose turn it is to the end, and let them read the copies that are there."""
         copies = self._copies_for(step)
         for kernel in kernels:
-            local = _Copying(self, copies, set())
+            local = _Copying(self, copies, False)
             for node in kernel.nodes:
                 self._place(node, local)
             self._end_kernel()
@@ -184,40 +187,40 @@ class Rewriting:
 
     def _copies_for(self, step: Step) -> dict[int, Node]:
         """For each value that a step needs, the node that holds its copy."""
-        copies = self.schedule.reads(step)
-        return {v: self.copies.get((run, v), self.joint.values[v]) for run, v in copies}
+        return {v: self._copy(run, v) for run, v in self.schedule.reads(step)}
+
+    def _copy(self, run: int, v: int) -> Node:
+        return self.copies.get((self.schedule.source(run, v), v), self.joint.values[v])
 
 
 class _Copying:
     """Copies nodes of the forward for one use, each once.
 
     Args:
-        env: copies of values by their numbers.
-        inside: nodes that are copied though they make values.
+        copies: the nodes that hold values, by the numbers of these. Others that make values are copied in a
+            recomputation (``recomputes``); else the last copy of the value is taken.
     """
 
-    def __init__(self, rewriting: Rewriting, env: dict[int, Node], inside: set[Node]) -> None:
-        self.rewriting, self.env, self.inside = rewriting, env, inside
+    def __init__(self, rewriting: Rewriting, copies: dict[int, Node], recomputes: bool) -> None:
+        self.rewriting, self.copies, self.recomputes = rewriting, copies, recomputes
         self.known: dict[Node, Node] = {}
 
     def copy(self, node: Node) -> Node:
         """A node that holds what one of the forward holds."""
-        joint = self.rewriting.joint
-        if node not in joint.in_forward or not self._is_tensor_or_parts(node) or node.op == "get_attr":
+        holds = is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))
+        if node not in self.rewriting.joint.in_forward or not holds or node.op == "get_attr":
             return node
         if node not in self.known:
             self.known[node] = self._copied(node)
         return self.known[node]
 
     def _copied(self, node: Node) -> Node:
-        v = self.rewriting.values.get(node)
-        if v is not None and maker_of(node) not in self.inside:
-            return self.env[v] if v in self.env else self.rewriting.latest.get(v, node)
-        rewriting = self.rewriting
+        rewriting, v = self.rewriting, self.rewriting.values.get(node)
+        if v in self.copies:
+            return self.copies[v]
+        if v is not None and not self.recomputes:
+            return rewriting.latest.get(v, node)
         new = rewriting.graph.node_copy(node, self.copy)
         new.meta = {**node.meta, "partitioner_tag": "is_backward"}
         rewriting.kernel.append(new)
         return new
-
-    def _is_tensor_or_parts(self, node: Node) -> bool:
-        return is_tensor(node) or isinstance(node.meta.get("val"), (tuple, list))
