@@ -19,8 +19,8 @@ from ogc.program.program import WithoutGrad
 aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent
 
-FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py")
-"""Where operators are told by their families: what is special about them, what CUDA runs, how they are chunked."""
+FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py", "compiling/kernels.py")
+"""Where operators are told by their families: their own, what CUDA runs, how they are chunked and fused."""
 
 ELSEWHERE = {
     "sizing/hollow.py": {"add"},  # what autograd's engine calls by itself
@@ -151,9 +151,10 @@ def test_an_operator_with_a_low_memory_form_is_added_by_registering_it(threshold
     assert {op.low_memory.internal_bytes for op in found} == {x.numel()}  # a byte for each number
     assert {op.internal_bytes for op in found} == {0}
     saved = [ogc.saved(0, len(graph))]
+    assert graph.low_memory
     for plan in (ogc.make_plan(graph, saved, low_memory=graph.low_memory), ogc.solve(graph, memory_budget="least")):
         optimised = ogc.apply(model, graph, plan)
-        assert "low_memory.threshold(" in optimised.code
+        assert ("low_memory.threshold(" in optimised.code) == bool(plan.decisions.low_memory)
         assert_same_training(model, optimised, (x,))
         assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.01)
         assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
