@@ -53,7 +53,7 @@ def followed(sample: Sample, known: Traced, wanted: Mapping[str, bool]) -> Itera
     if model in writing:
         raise Unlike("the forward writes parameters")
     observer = Observer(model, running, is_brief=True, known=known.reads)
-    with untouched(model):
+    with untouched(model, given=sample.spec.constants):
         try:
             tensors, buffers, draws = sample.copies(), buffers_of(model), python_random_state()
             flat = FlatForward(observer.around(plain_forward(model)), sample.spec)
