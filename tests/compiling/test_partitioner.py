@@ -35,10 +35,12 @@ def no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("make, below", [(attention, 0.05), (tied, 0.05), (residual, 0.15)])
+UNLIKE = pytest.mark.xfail(strict=True, reason="Inductor keeps 14 % more where a first value is added to each layer's")
+
+
+@pytest.mark.parametrize("make", [attention, tied, pytest.param(residual, marks=UNLIKE)])
 @pytest.mark.usefixtures("no_cache")
-def test_compiled_plans_keep_their_peaks(make, below):
-    """Never by more than 5 %; what takes less than planned is fused further than the model of kernels knows."""
+def test_compiled_plans_keep_their_peaks(make):
     model, x = made(make)
     torch._dynamo.reset()
     peaks, plain = [], peak_and_gradients(torch.compile(model), model, x)
@@ -47,7 +49,7 @@ def test_compiled_plans_keep_their_peaks(make, below):
         partitioner = ogc.Partitioner(memory_budget=budget)
         peak, gradients = peak_and_gradients(torch.compile(model, options=partitioner.options), model, x)
         (plan,) = partitioner.plans
-        assert (1 - below) * plan.peak_bytes <= peak <= 1.05 * plan.peak_bytes
+        assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients, plain[1], strict=True))
         peaks.append(peak)
     assert peaks[1] < peaks[0] < plain[0]
