@@ -78,7 +78,7 @@ AGED_BYTES = 64 << 20
 parameters there are several copies, and results are let go of after so many bytes, so that the next ones are not
 written where the last ones were."""
 
-SHARE_OF_STEP = 8
+SHARE_OF_STEP = 12
 """Each of these takes at most this part of the available bytes while a step is running, as all come together."""
 
 HEAD_START_CYCLES = 3_000_000
