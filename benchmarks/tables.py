@@ -200,8 +200,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Solvers side by side",
         "cpu_solvers.json",
-        "Peak and more FLOPs of the same networks at batch 4, where single operations bound it; `optimal` is within the "
-        "published overhead.",
+        "Peak and more FLOPs of the same networks at batch 4, where single operations bound it; `optimal` is within "
+        "the published overhead.",
         summaries.solvers,
     ),
     (
