@@ -39,7 +39,6 @@ from .kernels import (
 DRAWS = frozenset({prims.inductor_seeds})
 """Operators beside those that torch tags as seeded by the random stream that must not run twice."""
 
-
 DRAW_SECONDS = 1.2e-8
 """What Inductor's code takes on a CPU for one random number: measured on an EPYC with torch 2.14, where the same kernel
 without it took 1.6e-10."""
@@ -75,13 +74,12 @@ class JointGraph:
         self.results = [node for node in results[forward_outputs:] if isinstance(node, Node)]
         left = (results[forward_outputs + n] for n in parameters if forward_outputs + n < len(results))
         self.left_bytes = sum(nbytes(node) for node in left if isinstance(node, Node))
-        tangents = {node for node in self.given if node.name.startswith("tangents")}
         last = max(n for n, node in enumerate(nodes) if _tag(node) == "is_forward")
         called = [(n, node) for n, node in enumerate(nodes) if node.op in ("call_function", "get_attr")]
         self.forward = [node for n, node in called if n <= last]
         self.later = [node for n, node in called if n > last and not _tag(node).startswith("must_be_in_forward")]
         self._places = {node: n for n, node in enumerate(nodes)}
-        self.tangents = tangents
+        self.tangents = {node for node in self.given if node.name.startswith("tangents")}
         self.in_forward = set(self.forward)
 
     @cached_property
@@ -228,6 +226,7 @@ class Gradients:
         self.kernels = joint.backward
         self.outputs = {base_of(node) for node in joint.results}
         self._last = self._last_uses()
+        self._made = {kernel: self._made_by(kernel) for kernel in self.kernels.kernels}
         self._turns = {
             turn: list(kernels) for turn, kernels in groupby(self.kernels.kernels, lambda kernel: kernel.turn)
         }
@@ -242,7 +241,7 @@ class Gradients:
                     last[base] = kernel.number
         return {**last, **dict.fromkeys(self.outputs, len(self.kernels.kernels))}
 
-    def _made(self, kernel: Kernel) -> list[Node]:
+    def _made_by(self, kernel: Kernel) -> list[Node]:
         """The bases that a kernel leaves in memory."""
         found = []
         for node in kernel.nodes:
@@ -259,7 +258,7 @@ class Gradients:
         for turn, kernels in self._turns.items():
             asked = most = total
             for kernel in kernels:
-                made = {base: nbytes(base) for base in self._made(kernel)}
+                made = {base: nbytes(base) for base in self._made[kernel]}
                 ended = [b for n in kernel.nodes for b in self.kernels.reads(n) if self._last.get(b) == kernel.number]
                 released = sum(alive.pop(base) for base in dict.fromkeys(ended) if base in alive)
                 total += sum(made.values())
@@ -276,7 +275,7 @@ class Gradients:
         seconds, count = 0.0, 0
         for kernel in kernels:
             reads = {base for node in kernel.nodes for base in self.kernels.reads(node) if is_tensor(base)}
-            moved = sum(nbytes(base) for base in (*reads, *self._made(kernel)) if is_tensor(base))
+            moved = sum(nbytes(base) for base in (*reads, *self._made[kernel]) if is_tensor(base))
             here = flops(kernel.nodes)
             seconds, count = seconds + rates.seconds(here, moved, _type_of(kernel)), count + here
         asked, most = self._bytes.get(turn, self._before(turn))
