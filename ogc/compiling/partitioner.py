@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
-"""What a plan depends on."""
+
+@cache
+def sources() -> str:
+    """A hash of all code that a plan depends on."""
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return str(hash_of_files(tuple(map(str, paths))).hex())
 
 
 class Partitioner(CustomPartitioner):
@@ -81,9 +86,17 @@ class Partitioner(CustomPartitioner):
         """
         return self.solving.plan(graph)
 
-    def uuid(self) -> str | None:
-        """What Inductor's caches know a partitioner by."""
-        return str(hash_of_files(SOURCES, repr((self.solving, self.fuses))))
+    def uuid(self) -> str:
+        """What Inductor's caches know a partitioner by. None would not keep them from what others compiled."""
+        return f"{sources()} {self.solving} {self.fuses}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans: Inductor's caches pickle all options."""
+        return {"solving": self.solving, "fuses": self.fuses, "plans": []}
+
+    def __deepcopy__(self, memo: object) -> Partitioner:
+        """Itself: Inductor copies all options."""
+        return self
 
 
 def _device_of(joint: JointGraph) -> torch.device:
@@ -111,18 +124,18 @@ class Rewriting:
         self.latest: dict[int, Node] = {}
         self.values = {base: v for v, base in enumerate(joint.values)}
         self.module = gm
-
-    def run(self) -> dict[str, str]:
-        """Rewrite the graph. Returns, for each node that could run earlier than planned, which node it waits for."""
-        turns: dict[int, list[Kernel]] = {}
-        for kernel in self.joint.backward.kernels:
-            turns.setdefault(kernel.turn, []).append(kernel)
         (self.end,) = (node for node in self.graph.nodes if node.op == "output")
         self.placed: set[Node] = set()
         self.kernel: list[Node] = []  # what was placed for the kernel at hand
         self.last: Node | None = None  # the last node of the backward that is a kernel of its own
         self.following: set[Node] = set()  # what cannot run before that
         self.waiting: dict[Node, Node] = {}
+
+    def run(self) -> dict[str, str]:
+        """Rewrite the graph. Returns, for each node that could run earlier than planned, which node it waits for."""
+        turns: dict[int, list[Kernel]] = {}
+        for kernel in self.joint.backward.kernels:
+            turns.setdefault(kernel.turn, []).append(kernel)
         with self.graph.inserting_before(self.end):
             for step in self.schedule.steps[len(self.joint.kernels.kernels) :]:
                 if step.is_backward:

@@ -1,11 +1,15 @@
 """backend="ogc": the numbers of backend="eager", bit by bit, at the peak that was planned."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import ogc
+from ogc.compiling import backend as backends
 from ogc.compiling import partitioner
 from ogc.compiling.backend import backend
 from ogc.operators import low_memory
@@ -225,6 +229,24 @@ def test_new_sizes_run_by_the_plan(plans):
         x = torch.randn(4, length, 32)
         assert all(map(torch.equal, trained(planned, model, x), trained(eager, model, x)))
     assert len(plans) == 1
+
+
+def test_a_model_that_nobody_holds_is_freed(plans):
+    torch.manual_seed(0)
+    model, x = Broken(2), torch.randn(4, 32, 32)
+    run = torch.compile(model, backend=backend, options={"memory_budget": 2_000_000})
+    for _ in range(2):
+        run(x).sum().backward()
+    held = [weakref.ref(model), *map(weakref.ref, parts_of_all())]
+    assert len(held) == 3
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert [one() for one in held] == [None] * 3 and not parts_of_all()
+
+
+def parts_of_all():
+    return [part for group in backends._groups.values() for part in group.step]
 
 
 def test_the_backend_has_a_name():
