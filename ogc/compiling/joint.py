@@ -318,7 +318,16 @@ def runs_once(node: Node) -> bool:
     if node.target.namespace in COLLECTIVES:
         return True
     is_seeded = packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_seeded or schema_of(node.target).is_mutable
+    return (is_seeded and not _drops_nothing(node)) or schema_of(node.target).is_mutable
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether a node is attention without dropout, which draws nothing."""
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return bool((node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)) == 0.0)
 
 
 def _bytes_given(kernel: Kernel, given: set[Node]) -> int:

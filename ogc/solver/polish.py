@@ -124,10 +124,9 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         decisions = moving.moved(now)
         if decisions is None or decisions == now.decisions:
             continue
-        try:
-            found = weigh(costs, decisions)
-        except PlanError:  # an operation would run twice that must not
+        if (cost := costs.if_possible(decisions)) is None:
             continue
+        found = Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
         price_found = aim.price(found)
         if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
             now, price_now = found, price_found
