@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from helpers import trace_of_training
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
@@ -93,19 +94,6 @@ def residual():
     return Residual(), torch.randn(256, 64)
 
 
-def trained(run, model, x, steps=2):
-    """Losses, gradients, buffers and the random stream of some steps."""
-    found = []
-    for _ in range(steps):
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(3)
-        result = run(x)
-        loss = sum(t.float().square().mean() for t in (result if isinstance(result, tuple) else (result,)))
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-    return [*found, *(t.clone() for t in model.buffers()), torch.rand(1)]
-
-
 @pytest.fixture
 def plans(monkeypatch):
     """All plans that are made."""
@@ -134,9 +122,9 @@ def made(make):
 def test_numbers_are_eager_ones(make, options, plans):
     model, x = made(make)
     plain, x = made(make)
-    expected = trained(torch.compile(plain, backend="eager"), plain, x)
+    expected = trace_of_training(plain, torch.compile(plain, backend="eager"), (x,), 2)
     torch._dynamo.reset()
-    found = trained(torch.compile(model, backend=backend, options=options), model, x)
+    found = trace_of_training(model, torch.compile(model, backend=backend, options=options), (x,), 2)
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
     assert len(plans) == 1 and not plans[0].is_plain
 
@@ -161,7 +149,7 @@ def test_the_peak_is_the_planned_one(make, budget, plans):
 def test_all_graphs_of_a_model_share_a_budget(plans):
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(4, 32, 32)
-    expected = trained(torch.compile(model, backend="eager"), model, x)
+    expected = trace_of_training(model, torch.compile(model, backend="eager"), (x,), 2)
     torch._dynamo.reset()
     budget = 1_600_000
     run = torch.compile(model, backend=backend, options={"memory_budget": budget})
@@ -175,7 +163,7 @@ def test_all_graphs_of_a_model_share_a_budget(plans):
         model.zero_grad(set_to_none=True)
         peaks.append(peak_bytes(step, "cpu"))
     assert peaks[0] > budget >= peaks[1] == peaks[2] > 0.85 * budget
-    assert all(map(torch.equal, trained(run, model, x), expected))
+    assert all(map(torch.equal, trace_of_training(model, run, (x,), 2), expected))
 
 
 @pytest.mark.full
@@ -227,7 +215,9 @@ def test_new_sizes_run_by_the_plan(plans):
     planned = torch.compile(model, backend=backend, dynamic=True, options={"memory_budget": 0.6})
     for length in (24, 40, 36):
         x = torch.randn(4, length, 32)
-        assert all(map(torch.equal, trained(planned, model, x), trained(eager, model, x)))
+        assert all(
+            map(torch.equal, trace_of_training(model, planned, (x,), 2), trace_of_training(model, eager, (x,), 2))
+        )
     assert len(plans) == 1
 
 
