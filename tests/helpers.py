@@ -258,25 +258,29 @@ def assert_same_training(model: torch.nn.Module, optimised: torch.nn.Module, inp
         assert torch.equal(a, b), f"tensor {number} of {len(plain)} differs by {(a.double() - b.double()).abs().max()}"
 
 
-def assert_same_step(optimised: torch.nn.Module, model: torch.nn.Module, *inputs: object) -> None:
+def assert_same_step(
+    optimised: torch.nn.Module, model: torch.nn.Module, *inputs: object, loss: Callable[..., torch.Tensor] = loss_of
+) -> None:
     """Bitwise the same outputs, gradients, buffers and random numbers of a step as the plain model, layout included.
 
     The gradients and buffers of the step stay.
     """
     before = [buffer.clone() for buffer in model.buffers()]
-    plain, ours = (_step_from(before, run, model, copy.deepcopy(inputs)) for run in (model, optimised))
+    plain, ours = (_step_from(before, run, model, copy.deepcopy(inputs), loss) for run in (model, optimised))
     shapes = [list(tensor.shape) for tensor in tensors_of(inputs)]
     assert len(plain) == len(ours) and all(map(torch.equal, ours, plain)), shapes
     assert [t.stride() for t in ours] == [t.stride() for t in plain], shapes
 
 
-def _step_from(before: list, run: torch.nn.Module, model: torch.nn.Module, inputs: tuple) -> list[torch.Tensor]:
+def _step_from(
+    before: list, run: torch.nn.Module, model: torch.nn.Module, inputs: tuple, loss: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
     model.zero_grad()
     for buffer, value in zip(model.buffers(), before, strict=True):
         buffer.data.copy_(value)
     torch.manual_seed(2)
     result = run(*inputs)
-    loss_of(result).backward()
+    loss(result).backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [*tensors_of(result), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.rand(2)]
 

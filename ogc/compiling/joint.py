@@ -159,6 +159,15 @@ class JointGraph:
         order = sorted(self.later, key=lambda node: (-self.turns[node], self._places[node]))
         return Kernels(order, self.fuses, self.turns, lambda node: not self.saved_by(node))
 
+    def left_by(self, kernel: Kernel) -> list[Node]:
+        """The bases that a kernel of the backward leaves in memory."""
+        found, kernels, results = [], self.backward.of, set(map(base_of, self.results))
+        for node in kernel.nodes:
+            for base in [node] if is_tensor(node) else [user for user in node.users if is_part(user)]:
+                if base in results or any(kernels.get(user) is not kernel for user in users_of(base)):
+                    found.append(base)
+        return found
+
     def weighted(self, device: torch.device) -> Graph:
         """The graph, with bytes as they are in memory and seconds from a roofline.
 
@@ -224,9 +233,8 @@ class Gradients:
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
         self.kernels = joint.backward
-        self.outputs = {base_of(node) for node in joint.results}
         self._last = self._last_uses()
-        self._made = {kernel: self._made_by(kernel) for kernel in self.kernels.kernels}
+        self._made = {kernel: joint.left_by(kernel) for kernel in self.kernels.kernels}
         self._turns = {
             turn: list(kernels) for turn, kernels in groupby(self.kernels.kernels, lambda kernel: kernel.turn)
         }
@@ -239,17 +247,7 @@ class Gradients:
             for node in kernel.nodes:
                 for base in self.kernels.reads(node):
                     last[base] = kernel.number
-        return {**last, **dict.fromkeys(self.outputs, len(self.kernels.kernels))}
-
-    def _made_by(self, kernel: Kernel) -> list[Node]:
-        """The bases that a kernel leaves in memory."""
-        found = []
-        for node in kernel.nodes:
-            for base in [node] if is_tensor(node) else [user for user in node.users if is_part(user)]:
-                users = users_of(base)
-                if base in self.outputs or any(self.kernels.of.get(user) is not kernel for user in users):
-                    found.append(base)
-        return found
+        return {**last, **dict.fromkeys(map(base_of, self.joint.results), len(self.kernels.kernels))}
 
     def _walk(self) -> dict[int, tuple[int, int]]:
         """For each turn, the bytes that are alive when it comes, and the most while it runs."""

@@ -24,7 +24,8 @@ def peak_and_gradients(run, model, x):
     def step():
         torch.manual_seed(3)
         result = run(x)
-        (result[0] if isinstance(result, tuple) else result).square().mean().backward()
+        # its backward makes nothing but the gradient of the result
+        (result[0] if isinstance(result, tuple) else result).mean().backward()
 
     step()
     model.zero_grad(set_to_none=True)
@@ -40,10 +41,7 @@ def no_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-UNLIKE = pytest.mark.xfail(strict=True, reason="Inductor keeps 14 % more where a first value is added to each layer's")
-
-
-@pytest.mark.parametrize("make", [attention, tied, pytest.param(residual, marks=UNLIKE)])
+@pytest.mark.parametrize("make", [attention, tied, residual])
 @pytest.mark.usefixtures("no_cache")
 def test_compiled_plans_keep_their_peaks(make):
     model, x = made(make)
@@ -54,7 +52,7 @@ def test_compiled_plans_keep_their_peaks(make):
         partitioner = ogc.Partitioner(memory_budget=budget)
         peak, gradients = peak_and_gradients(torch.compile(model, options=partitioner.options), model, x)
         (plan,) = partitioner.plans
-        assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+        assert 0.95 * plan.peak_bytes < peak < 1.005 * plan.peak_bytes
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients, plain[1], strict=True))
         peaks.append(peak)
     assert peaks[1] < peaks[0] < plain[0]
