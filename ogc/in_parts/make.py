@@ -303,10 +303,13 @@ class _Planned:
         return Chooser(self.step, self.choice, self.options.solving)
 
     def _take(self, choice: Choice) -> bool:
-        """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
-        decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
+        """Take plans, and measure a step with them unless they are those that were measured, or the plain model.
+
+        What a backward inside the forward holds is known least of all: with such a one, the plain model is measured.
+        """
+        before, taken, plain = ([plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain))
         self.choice = choice
-        if decisions[1] in (decisions[0], decisions[2]):
+        if taken == before or (taken == plain and not self.step.runs_backward_inside):
             return False
         self._measure()
         return True
