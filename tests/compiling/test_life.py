@@ -120,18 +120,6 @@ def test_compiled_autograd():
 
 
 @pytest.mark.full
-def test_the_graph_may_be_kept_for_a_second_backward():
-    model = network()
-    with torch._functorch.config.patch(donated_buffer=False):  # else torch refuses it
-        loss = planned(model)(X).square().mean()
-    loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    loss.backward()
-    assert all(map(torch.equal, first, (p.grad for p in model.parameters())))
-
-
-@pytest.mark.full
 def test_a_second_derivative_is_refused_by_torch():
     model, x = network(), X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(planned(model)(x).square().mean(), x, create_graph=True)
