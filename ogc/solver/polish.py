@@ -98,9 +98,7 @@ class Aim:
 Level = tuple[Segment, ...]
 
 
-def polished(
-    costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, enough: int = 0
-) -> Candidate:
+def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, enough: int = 0) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
     Args:
