@@ -27,7 +27,9 @@ GOALS = ("memory_budget", "max_overhead", "effort")
 """The options of the backend that are a partitioner's."""
 
 
-def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def backend(
+    gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """``torch.compile(model, backend="ogc", options={"memory_budget": 0.5})``.
 
     A budget in bytes is for all graphs of a model together. They are known after the first step, in which each has what
@@ -39,6 +41,7 @@ def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any
         options: ``memory_budget``, ``max_overhead`` and ``effort``, as for :func:`ogc.solve`; ``inductor``: whether
             Inductor compiles what is planned, or each operator runs by itself, as in eager mode. With it, all options
             of Inductor.
+        mode: none; torch hands on that of ``torch.compile``.
 
     Returns:
         What computes the same.
@@ -47,6 +50,11 @@ def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any
         InputError: an option is unknown, or of the wrong kind.
         SolveError: nothing fits the budget.
     """
+    if mode is not None:
+        raise InputError(
+            f'backend="ogc" has no mode {mode!r}; the same with Inductor: options={{"inductor": True, '
+            f'"memory_budget": ..., **torch._inductor.list_mode_options({mode!r})}}'
+        )
     settings = Settings(options or {})
     is_one_size = all(isinstance(given, torch.Tensor) for given in inputs)
     if not (settings.goal.is_in_bytes and is_one_size and torch.is_grad_enabled()):

@@ -120,6 +120,13 @@ def test_compiled_autograd():
 
 
 @pytest.mark.full
+def test_a_mode_is_said_by_options():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no mode 'reduce-overhead'; the same with Ind"):
+        torch.compile(network(), backend="ogc", mode="reduce-overhead")(X)
+    assert "triton.cudagraphs" in torch._inductor.list_mode_options("reduce-overhead")
+
+
+@pytest.mark.full
 def test_a_second_derivative_is_refused_by_torch():
     model, x = network(), X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(planned(model)(x).square().mean(), x, create_graph=True)
