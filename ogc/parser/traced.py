@@ -41,6 +41,10 @@ ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.defaul
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
 
+RECORD = "record"
+"""The name of the front end that is the default."""
+
+
 class History(NamedTuple):
     """What autograd's node for a call holds, as long as something differentiable comes of its results."""
 
@@ -77,7 +81,7 @@ def outline_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, .
 
 
 class FrontEnd(Protocol):
-    """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program verified."""
+    """Turns a forward into a program; :mod:`ogc.parser.faithful` names them and has their programs verified."""
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
