@@ -173,7 +173,7 @@ class OpaqueError(ParseError):
 
 def forget_calls(node: torch.fx.Node) -> None:
     """Take out of a node's ``meta`` what it says of other calls, which are none of the forward's."""
-    for key in (CALL, ALIVE):
+    for key in (CALL, ALIVE, BYTES, HISTORY):
         node.meta.pop(key, None)
 
 

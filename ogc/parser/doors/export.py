@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 import torch
 
 from ...torch_state.forwards import plain_forward
+from ...torch_state.private import schema_of
 from ..arguments import Sample
 from ..custom import CustomForward
 from ..forward.flat import FlatForward
@@ -25,10 +27,21 @@ def export(sample: Sample) -> CustomForward:
 
 
 def _prepare(made: torch.fx.GraphModule, model: torch.nn.Module) -> None:
+    """Take out what the export has added, and changed by the flags that it sets."""
     for module in made.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            note_places(module.graph, model)
-            for node in module.graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        note_places(module.graph, model)
+        for node in list(module.graph.nodes):
+            if node.target is aten._assert_tensor_metadata.default:
+                module.graph.erase_node(node)
+            elif node.target is aten.lift_fresh_copy.default:
                 node.target = fresh
-            for node in module.graph.find_nodes(op="call_function", target=aten.batch_norm.default):
-                node.args = (*node.args[:8], torch.backends.cudnn.enabled)  # which an export switches off
+            elif node.op == "call_function" and _takes_cudnn(node.target):
+                node.args = (*node.args[:-1], torch.backends.cudnn.enabled)
+
+
+def _takes_cudnn(operator: Any) -> bool:
+    """Whether the last argument of a call is whether cuDNN is on."""
+    arguments = getattr(schema_of(operator), "arguments", None)
+    return bool(arguments) and arguments[-1].name in ("cudnn_enable", "cudnn_enabled")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class _Reader:
         self.script = script
         self.names = Names(flat.model)
         self.graph = torch.fx.Graph()
+        attributes = chain.from_iterable(vars(module).values() for module in flat.model.modules())
+        self.held = {one.data_ptr() for one in attributes if isinstance(one, torch.Tensor)}
         first, *rest = script.inputs()
         self.values: dict[str, Any] = {first.debugName(): flat}  # by name: nodes, and what is known already
         for number, value in enumerate(rest):
@@ -77,7 +80,7 @@ class _Reader:
     # -- by the kinds of nodes -----------------------------------------------------------------------------
 
     def _constant(self, node: Any) -> None:
-        self._put(node, script_calls.of_constant(node.output().toIValue()))
+        self._put(node, node.output().toIValue())
 
     def _getattr(self, node: Any) -> None:
         self._put(node, getattr(self._of(node.input()), node.s("name")))
@@ -107,17 +110,29 @@ class _Reader:
 
     def _operator(self, node: Any) -> None:
         given = self._inputs(node)
+        if node.kind() not in _OF_TENSORS:
+            given = [self._number(value) for value in node.inputs()]
         if node.kind() in script_calls.CASTS:
             self._call(node, script_calls.CASTS[node.kind()], tuple(given), {})
             return
         operator = self._overload(node)
+        if operator is aten._convolution.default:
+            operator, given = aten.convolution.default, given[:9]  # the name that it has before a trace sees it
         args, kwargs = script_calls.arguments_of(operator, given)
-        if (operator is aten.slice.Tensor and _is_left_out_by_eager(node)) or self._is_fresh(node):
+        if _is_left_out_by_eager(node) and _leaves_all(node):
+            self._call(node, script_calls.Operate(aten.alias.default, False), args[:1], {})
+        elif _is_left_out_by_eager(node) or self._is_fresh(node):
             self._put(node, args[0])
         elif operator is aten.detach.default and self._is_fresh(node.input().node()):
             self._call(node, script_calls.fresh, args, {})
         else:
             self._call(node, script_calls.Operate(operator, _is_without_grad(node)), args, kwargs)
+
+    def _number(self, value: Any) -> Any:
+        """An argument; a number of Python where the trace has made a constant tensor of one."""
+        given = self._of(value)
+        is_one = value.node().kind() == "prim::Constant" and not getattr(given, "data_ptr", int)() in self.held
+        return script_calls.as_number(given) if is_one else given
 
     def _overload(self, node: Any) -> Any:
         found = _SCHEMA.match(node.schema())
@@ -147,6 +162,7 @@ class _Reader:
 _SCHEMA = re.compile(r"(?P<namespace>\w+)::(?P<name>\w+)(\.(?P<overload>\w+))?\(")
 _FRAME = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): ", re.MULTILINE)
 _INDEXING = {"aten::slice", "aten::select", "aten::unsqueeze", "aten::index", "aten::index_put_", "aten::copy_"}
+_OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh"}
 _TO_THE_END = 2**63 - 1
 
 
@@ -160,15 +176,39 @@ def _line(node: Any) -> str:
 
 
 def _is_without_grad(node: Any) -> bool:
-    """Whether the trace says of all results that they do not require grad."""
+    """Whether the trace says of all results that they do not require grad; of a convolution what uses it says so."""
+    if node.kind() == "aten::_convolution":
+        return all(map(_is_without_grad, [use.user for use in node.output().uses()]))
     kinds = [value.type() for value in node.outputs()]
     return bool(kinds) and all(kind.kind() == "TensorType" and not kind.requires_grad() for kind in kinds)
 
 
 def _is_left_out_by_eager(node: Any) -> bool:
     """Whether a slice is one of several steps of indexing, and takes all: eager has it in a trace alone."""
-    _, _, start, end, step = (value.toIValue() for value in node.inputs())
-    if (start, end, step) != (0, _TO_THE_END, 1):
+    if node.kind() != "aten::slice" or [value.toIValue() for value in list(node.inputs())[2:]] != [0, _TO_THE_END, 1]:
         return False
-    around = [next(node.inputs()).node(), *(use.user for use in node.output().uses())]
-    return any(one.kind() in _INDEXING and one.sourceRange() == node.sourceRange() for one in around)
+    return _goes_on(node) or _indexes_with(_before(node), node)
+
+
+def _leaves_all(node: Any) -> bool:
+    """Whether a step of indexing is the last of several of which none does anything: eager makes an alias."""
+    if _goes_on(node):
+        return False
+    while _indexes_with(before := _before(node), node):
+        if not _is_left_out_by_eager(before):
+            return False
+        node = before
+    return True
+
+
+def _before(node: Any) -> Any:
+    return next(node.inputs()).node()
+
+
+def _goes_on(node: Any) -> bool:
+    return any(_indexes_with(use.user, node) for use in node.output().uses())
+
+
+def _indexes_with(one: Any, other: Any) -> bool:
+    """Whether both are steps of the same indexing."""
+    return one.kind() in _INDEXING and one.sourceRange() == other.sourceRange()

@@ -50,6 +50,7 @@ def note_places(graph: torch.fx.Graph, model: torch.nn.Module) -> None:
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         key, path = next(((str(key), str(entry[0])) for key, entry in reversed(stack.items())), ("", ""))
+        key = key.partition("@")[0]  # behind which is the number of the module's call
         frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(node.meta.get("stack_trace") or "")]
         node.meta["module"] = names.by_id[key] if key in names.by_id else names.of(path)
         node.meta["source"] = line_of(reversed(frames))

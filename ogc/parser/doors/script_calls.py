@@ -56,14 +56,13 @@ _NAMED = {
 """What the numbers of TorchScript stand for. Source: c10/core/ScalarType.h, MemoryFormat.h, Layout.h."""
 
 
-def of_constant(value: Any) -> Any:
-    """A constant of a trace; a number of Python where the trace has made a tensor of one."""
-    if not isinstance(value, torch.Tensor) or value.dim() or value.device.type != "cpu":
-        return value
-    narrow = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}.get(value.dtype)
-    # Such a number widens no tensor of its kind.
-    is_number = narrow is not None and torch.result_type(value, torch.zeros((), dtype=narrow)) == narrow
-    return value.item() if is_number else value
+def as_number(value: Any) -> Any:
+    """What a trace has made a constant tensor of, if it may be a number of Python."""
+    is_number = isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NUMBERS
+    return value.item() if is_number and value.device.type == "cpu" else value
+
+
+_NUMBERS = (torch.int64, torch.float64, torch.complex128, torch.bool)
 
 
 def arguments_of(operator: OpOverload, given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,6 +103,8 @@ class Operate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = tensor_leaves(args, kwargs)
+        if self.operator is torch.ops.aten.contiguous.default and args[0].is_contiguous(**kwargs):
+            return args[0]  # which Python does not call, but traces
         if not tensors and any(self.wants_tensors):
             if self.__name__ in _ON_NUMBERS:
                 return _ON_NUMBERS[self.__name__](*args, **kwargs)
