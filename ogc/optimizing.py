@@ -15,6 +15,7 @@ from .errors import InputError, optional
 from .in_parts import PartsPlan
 from .parser import Loss, NamesAndTypes, ParseGraph, ParseOptions
 from .parser.arguments import call_arguments, check_model
+from .parser.doors.scripted import as_python
 from .parser.loss import modules_of, tensors_of
 from .parser.parse import kinds_of_modules
 from .parser.traced import RECORD
@@ -107,8 +108,8 @@ def optimize(
         recompute_opaque: names and types of submodules such that opaque modules in them may be recomputed for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         front_end: what the program comes from, ``"record"``, ``"jit"``, ``"export"`` or ``"dynamo"``; see
-            :func:`ogc.parse`. Behind all but the first a model is planned as a whole or refused. ``"jit"`` takes a
-            ``torch.jit.ScriptModule``, too.
+            :func:`ogc.parse`. Behind all but the first a model is planned as a whole or refused. Of a
+            ``torch.jit.ScriptModule``, which ``"jit"`` takes, the result is a module of Python with its parameters.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
         cache_dir: a folder in which plans are found again by what the model computes, the goal, solver and effort, and
@@ -149,7 +150,7 @@ def optimize(
     backend = _backend(compile, model, solver, verify or chunks > 1 or saved is not None)
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
-    plain = model
+    model = plain = as_python(model, front_end)
     if callable(loss) and outputs == "loss":
         model, sample_input = _returning_its(loss, model, sample_input, targets)
         loss = None

@@ -28,6 +28,7 @@ from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
+from .doors.scripted import as_python
 from .faithful import check_front_end, faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .loss import modules_of, with_step_end
@@ -105,7 +106,8 @@ def parse(
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
         front_end: what the program comes from: ``"record"``, a recording of the forward; or the graph that ``"jit"``,
             ``torch.jit.trace``, makes of it, or ``"export"``, ``torch.export``, or ``"dynamo"``. All are verified
-            against the forward alike. The others have no opaque modules: what would have to be one is refused.
+            against the forward alike. The others have no opaque modules: what would have to be one is refused. ``"jit"``
+            takes a ``torch.jit.ScriptModule``, too, as its interpreter runs it without optimizing.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -118,7 +120,7 @@ def parse(
         loss, holds_outputs, outputs, gradients, parse_graph, profile, device, rewrite, plain_peak_bytes, gpu,
         opaque_modules, recompute_opaque, front_end,
     )  # fmt: skip
-    return parsed(model, sample_input, options)
+    return parsed(as_python(model, front_end), sample_input, options)
 
 
 @collecting_new_only()

@@ -20,11 +20,11 @@ from ...program.structures import InputSpec
 from ...torch_state.compare import same_bits
 from ...torch_state.no_trace import untouched
 from ..arguments import Sample
-from ..custom import CustomForward
 from ..traced import HISTORY, FrontEnd, Traced, forget_calls, used
 
-Tracer = Callable[[Sample], CustomForward]
-"""Traces the model's own forward, as a function of the sample's tensors that returns those of its result."""
+Tracer = Callable[[Sample], Callable[..., Any]]
+"""Traces the model's own forward, and returns a function of the sample's tensors that runs the graph, operator by
+operator, in :func:`~ogc.parser.forward.location.scope` of their places. It returns the tensors of the result."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Door:
         seen = self.record(sample, forward, set(), is_careful)
         return _with_what_only_the_forward_shows(program, seen)
 
-    def _traced(self, sample: Sample) -> CustomForward:
+    def _traced(self, sample: Sample) -> Callable[..., Any]:
         try:
             return self.tracer(sample)
         except OgcError:

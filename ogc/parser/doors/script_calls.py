@@ -4,44 +4,56 @@ from __future__ import annotations
 
 import math
 import operator as python
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from ...program.program import operator_name, tensor_leaves
+from ...program.program import tensor_leaves
 from ...torch_state.dispatch import unseen
 from ...torch_state.private import OpOverload, schema_of
 
 CASTS: dict[str, Callable[[Any], Any]] = {
-    "aten::Int": lambda given: given.item() if isinstance(given, torch.Tensor) else int(given),
-    "aten::Float": lambda given: given.item() if isinstance(given, torch.Tensor) else float(given),
-    "aten::Bool": lambda given: given.item() if isinstance(given, torch.Tensor) else bool(given),
+    "Int": lambda given: given.item() if isinstance(given, torch.Tensor) else int(given),
+    "Float": lambda given: given.item() if isinstance(given, torch.Tensor) else float(given),
+    "Bool": lambda given: bool(given),
     **dict.fromkeys(
-        ("aten::ScalarImplicit", "aten::IntImplicit", "aten::FloatImplicit", "aten::item"),
+        ("ScalarImplicit", "IntImplicit", "FloatImplicit", "item"),
         lambda given: given.item() if isinstance(given, torch.Tensor) else given,
     ),
 }
 """By which a trace makes numbers of tensors."""
 
-_ON_NUMBERS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b, alpha=1: a + b * alpha,
+
+def _divided(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    return {"floor": lambda: a // b, "trunc": lambda: math.trunc(a / b), None: lambda: a / b}[rounding_mode]()
+
+
+ON_NUMBERS: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b, alpha=1: a + b * alpha if alpha != 1 else a + b,
     "sub": lambda a, b, alpha=1: a - b * alpha,
     "rsub": lambda a, b, alpha=1: b - a * alpha,
-    "mul": python.mul,
-    "div": lambda a, b, rounding_mode=None: {"floor": a // b, "trunc": math.trunc(a / b)}.get(rounding_mode, a / b),
-    "floor_divide": python.floordiv,
-    "remainder": python.mod,
-    "pow": python.pow,
-    "neg": python.neg,
-    "abs": abs,
-    "to": lambda a, *rest: a,
+    "div": _divided,
+    "to": lambda a, *_: a,
     "detach": lambda a: a,
-    **{name: getattr(python, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{name: getattr(math, name) for name in ("sqrt", "floor", "ceil", "exp", "log")},
+    "len": len,
+    "append": lambda a, b: a.append(b) or a,
+    "format": str.format,
+    "__getitem__": python.getitem,
+    "__contains__": python.contains,
+    "__is__": python.is_,
+    "__isnot__": python.is_not,
+    "__not__": python.not_,
+    "__and__": python.and_,
+    "__or__": python.or_,
+    "floor_divide": python.floordiv,
+    "floordiv": python.floordiv,
+    "remainder": python.mod,
+    "abs": abs,
+    **{name: getattr(python, name) for name in ("eq", "ge", "gt", "le", "lt", "mul", "ne", "neg", "pow")},
+    **{name: getattr(math, name) for name in ("ceil", "exp", "floor", "log", "sqrt")},
 }
-"""Operators on what is a tensor in a trace and a number of Python in eager."""
+"""Operators on what is no tensor: a trace makes tensors of numbers that are Python's in eager."""
 
 _DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64,
@@ -56,10 +68,10 @@ _NAMED = {
 """What the numbers of TorchScript stand for. Source: c10/core/ScalarType.h, MemoryFormat.h, Layout.h."""
 
 
-def as_number(value: Any) -> Any:
-    """What a trace has made a constant tensor of, if it may be a number of Python."""
-    is_number = isinstance(value, torch.Tensor) and not value.dim() and value.dtype in _NUMBERS
-    return value.item() if is_number and value.device.type == "cpu" else value
+def as_number(value: torch.Tensor, held: Collection[int]) -> Any:
+    """What a trace has made a constant tensor of, if it may be a number of Python; ``held`` are tensors' addresses."""
+    is_number = not value.dim() and value.dtype in _NUMBERS and value.device.type == "cpu"
+    return value.item() if is_number and value.data_ptr() not in held else value
 
 
 _NUMBERS = (torch.int64, torch.float64, torch.complex128, torch.bool)
@@ -80,9 +92,9 @@ def arguments_of(operator: OpOverload, given: list[Any]) -> tuple[tuple[Any, ...
     return tuple(args), kwargs
 
 
-def item_of(given: Any, number: int) -> Any:
-    """One of several results."""
-    return given[number]
+def format_of(number: int) -> torch.memory_format:
+    """The memory format that a number of TorchScript stands for."""
+    return _NAMED["MemoryFormat"][number]
 
 
 def fresh(tensor: torch.Tensor) -> Any:
@@ -92,40 +104,21 @@ def fresh(tensor: torch.Tensor) -> Any:
     return torch.ops.aten.lift_fresh.default(copied)
 
 
-class Operate:
-    """A call of an operator; ``is_without_grad`` if a trace says that its result does not require grad."""
+def would_require_grad(operator: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether results of a call require grad where gradients are on, of one that writes nothing."""
+    if schema_of(operator).is_mutable or not any(tensor.requires_grad for tensor in tensor_leaves(args, kwargs)):
+        return False
 
-    def __init__(self, operator: OpOverload, is_without_grad: bool) -> None:
-        self.operator = operator
-        self.is_without_grad = is_without_grad
-        self.wants_tensors = [str(argument.type) == "Tensor" for argument in schema_of(operator).arguments]
-        self.__name__ = operator_name(operator)
+    def on_meta(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            like = {"dtype": leaf.dtype, "device": "meta", "requires_grad": leaf.requires_grad}
+            return torch.empty_strided(leaf.shape, leaf.stride(), **like)
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = tensor_leaves(args, kwargs)
-        if self.operator is torch.ops.aten.contiguous.default and args[0].is_contiguous(**kwargs):
-            return args[0]  # which Python does not call, but traces
-        if not tensors and any(self.wants_tensors):
-            if self.__name__ in _ON_NUMBERS:
-                return _ON_NUMBERS[self.__name__](*args, **kwargs)
-            with unseen():
-                made = [torch.tensor(one) if is_one else one for one, is_one in zip(args, self.wants_tensors)]
-                return self.operator(*made, **kwargs).item()
-        is_off = self.is_without_grad and any(tensor.requires_grad for tensor in tensors)
-        with torch.no_grad() if is_off and self._would_require_grad(args, kwargs) else nullcontext():
-            return self.operator(*args, **kwargs)
-
-    def _would_require_grad(self, args: Any, kwargs: Any) -> bool:
-        def on_meta(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-            needs = leaf.requires_grad and not schema_of(self.operator).is_mutable
-            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta", requires_grad=needs)
-
-        with unseen():
-            try:
-                given = torch.fx.node.map_aggregate((args, kwargs), on_meta)
-                result = self.operator(*given[0], **given[1])
-            except (NotImplementedError, RuntimeError):  # it needs content
-                return True
-        return any(tensor.requires_grad for tensor in tensor_leaves(result))
+    with unseen():
+        try:
+            given = torch.fx.node.map_aggregate((args, kwargs), on_meta)
+            result = operator(*given[0], **given[1])
+        except (NotImplementedError, RuntimeError):  # it needs content
+            return True
+    return any(tensor.requires_grad for tensor in tensor_leaves(result))

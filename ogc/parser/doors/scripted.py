@@ -1,0 +1,100 @@
+"""A ScriptModule as a module of Python, whose forward runs it.
+
+Its parameters and buffers are the script's. Its attributes are looked up in the script, so that one that is changed there
+is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HELD = "script"
+"""The attribute that holds the script, in a tuple, so that it is no submodule."""
+
+
+class Scripted(torch.nn.Module):
+    """A ScriptModule, or a submodule of one, with its submodules; its class has slots for what the graph reads of it."""
+
+    def __init__(self, script: Any) -> None:
+        object.__setattr__(self, HELD, (script,))
+        was = script.training
+        super().__init__()
+        script.training = was
+        buffers = dict(script.named_buffers(recurse=False))
+        for name, parameter in script.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def train(self, mode: bool = True) -> Scripted:
+        """As the script's."""
+        getattr(self, HELD)[0].train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the script returns, as its interpreter runs it without optimizing."""
+        for module in self.modules():
+            for name in getattr(type(module), "__slots__", ()):
+                getattr(module, name)  # whatever the script reads is observed
+        with torch.jit.optimized_execution(False):
+            return getattr(self, HELD)[0](*args, **kwargs)
+
+
+def as_python(model: Any, front_end: str) -> Any:
+    """The module of Python for a ScriptModule, if the front end reads its graph; other models as they are."""
+    if front_end != "jit" or not isinstance(model, torch.jit.ScriptModule):
+        return model
+    return _of(model, "", _names_read(model))
+
+
+def script_of(model: torch.nn.Module) -> Any:
+    """The ScriptModule that a module stands for, None for any other module."""
+    return getattr(model, HELD)[0] if isinstance(model, Scripted) else None
+
+
+def _of(script: Any, path: str, read: dict[str, set[str]]) -> Scripted:
+    names = sorted({"training", *read.get(path, ())})
+    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names})
+    for name in names:
+        setattr(kind, name, _looked_up(name))
+    made: Scripted = kind(script)
+    for name, child in script.named_children():
+        made.add_module(name, _of(child, f"{path}.{name}" if path else name, read))
+    return made
+
+
+def _looked_up(name: str) -> property:
+    def get(module: Scripted) -> Any:
+        return getattr(vars(module)[HELD][0], name)
+
+    def put(module: Scripted, value: Any) -> None:
+        setattr(vars(module)[HELD][0], name, value)
+
+    return property(get, put)
+
+
+def _names_read(script: Any) -> dict[str, set[str]]:
+    """For each submodule by its name, the attributes that the graph reads and that are neither tensors nor modules."""
+    graph = script.inlined_graph
+    paths = {next(iter(graph.inputs())).debugName(): ""}
+    found: dict[str, set[str]] = {}
+    for node in _nodes_of(graph):
+        if node.kind() != "prim::GetAttr" or node.input().debugName() not in paths:
+            continue
+        path, name = paths[node.input().debugName()], node.s("name")
+        value = getattr(script.get_submodule(path), name)
+        if isinstance(value, torch.nn.Module):
+            paths[node.output().debugName()] = f"{path}.{name}" if path else name
+        elif not isinstance(value, torch.Tensor):
+            found.setdefault(path, set()).add(name)
+    return found
+
+
+def _nodes_of(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _nodes_of(inner)
