@@ -20,7 +20,7 @@ from ...torch_state.dispatch import unseen
 from ..forward.location import scope
 from . import script_calls
 from .places import INNER, Names
-from .script_nodes import input_of, is_left_out_by_eager, last_uses, leaves_all, line_of_node, overload_of, scope_of
+from .script_nodes import input_of, is_left_out_by_eager, is_moved, last_uses, leaves_all, line_of_node, overload_of, scope_of
 
 aten = torch.ops.aten
 
@@ -149,8 +149,11 @@ class Script:
         if not self.is_literal and self._is_no_call(node, given):
             return
         name = node.kind().removeprefix("aten::")
-        if name in script_calls.CASTS or (name in script_calls.ON_NUMBERS and not tensor_leaves(given)):
-            self._put(node, {**script_calls.ON_NUMBERS, **script_calls.CASTS}[name](*given))
+        by_python = script_calls.CASTS.get(name) or script_calls.ON_OBJECTS.get(name)
+        if by_python is None and not tensor_leaves(given):
+            by_python = script_calls.ON_NUMBERS.get(name)
+        if by_python is not None:
+            self._put(node, by_python(*given))
             return
         operator = overload_of(node)
         if operator is aten._convolution.default and not self.is_literal:
@@ -165,10 +168,10 @@ class Script:
         """Whether eager makes no such call; then its result is put, or its arguments are made what eager has."""
         if node.kind() not in _OF_TENSORS:
             given[:] = map(self._number, node.inputs(), given)
-        if self._is_fresh(node):
-            self._put(node, given[0])
-        elif node.kind() == "aten::detach" and self._is_fresh(input_of(node)):
+        if is_moved(node):
             self._put(node, script_calls.fresh(given[0]))
+        elif node.kind() == "aten::detach" and is_moved(input_of(node)):
+            self._put(node, given[0])
         elif node.kind() == "aten::contiguous" and given[0].is_contiguous(memory_format=script_calls.format_of(given[1])):
             self._put(node, given[0])
         elif is_left_out_by_eager(node):
@@ -181,13 +184,6 @@ class Script:
         """An argument; a number of Python where the trace has made a constant tensor of one."""
         is_one = value.node().kind() == "prim::Constant" and isinstance(given, torch.Tensor)
         return script_calls.as_number(given, self.held) if is_one else given
-
-    def _is_fresh(self, node: Any) -> bool:
-        """Whether a node is that of ``torch.tensor`` of Python's data, which a trace moves and detaches."""
-        if node.kind() != "aten::to" or input_of(node).kind() != "prim::Constant":
-            return False
-        uses = list(node.output().uses())
-        return len(uses) == 1 and uses[0].user.kind() == "aten::detach" and line_of_node(uses[0].user) == line_of_node(node)
 
 
 _OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh"}

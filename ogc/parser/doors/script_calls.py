@@ -25,6 +25,23 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 """By which a trace makes numbers of tensors."""
 
 
+ON_OBJECTS: dict[str, Callable[..., Any]] = {
+    "append": lambda a, b: a.append(b) or a,
+    "dim": torch.Tensor.dim,
+    "format": str.format,
+    "len": len,
+    "list": list,
+    "numel": torch.Tensor.numel,
+    "size": lambda a, *dim: a.size(*dim) if dim else list(a.shape),
+    "__contains__": python.contains,
+    "__getitem__": python.getitem,
+    "__is__": python.is_,
+    "__isnot__": python.is_not,
+    "__not__": python.not_,
+}
+"""Operators on lists and other objects, and on tensors those that ask for sizes."""
+
+
 def _divided(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     return {"floor": lambda: a // b, "trunc": lambda: math.trunc(a / b), None: lambda: a / b}[rounding_mode]()
 
@@ -36,14 +53,6 @@ ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "div": _divided,
     "to": lambda a, *_: a,
     "detach": lambda a: a,
-    "len": len,
-    "append": lambda a, b: a.append(b) or a,
-    "format": str.format,
-    "__getitem__": python.getitem,
-    "__contains__": python.contains,
-    "__is__": python.is_,
-    "__isnot__": python.is_not,
-    "__not__": python.not_,
     "__and__": python.and_,
     "__or__": python.or_,
     "floor_divide": python.floordiv,

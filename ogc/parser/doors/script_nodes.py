@@ -42,6 +42,14 @@ def input_of(node: Any) -> Any:
     return next(node.inputs()).node()
 
 
+def is_moved(node: Any) -> bool:
+    """Whether a node moves a tensor that is made of Python's data, by ``torch.tensor`` or as an index: eager does not."""
+    if node.kind() != "aten::to" or input_of(node).kind() != "prim::Constant":
+        return False
+    users = [use.user for use in node.output().uses()]
+    return len(users) == 1 and users[0].kind() in ("aten::detach", "prim::ListConstruct")
+
+
 def is_left_out_by_eager(node: Any) -> bool:
     """Whether a slice is one of several steps of indexing, and takes all: eager has it in a trace alone."""
     if node.kind() != "aten::slice" or [value.toIValue() for value in node.inputs()][2:] != [0, _TO_THE_END, 1]:

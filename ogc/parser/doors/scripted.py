@@ -16,31 +16,30 @@ HELD = "script"
 
 
 class Scripted(torch.nn.Module):
-    """A ScriptModule, or a submodule of one, with its submodules; its class has slots for what the graph reads of it."""
+    """A ScriptModule, or a submodule of one, with its submodules; its class has slots for what the graph reads of it.
+
+    Whether it trains is said here, and to the script when that runs.
+    """
+
+    __slots__ = read = ()
 
     def __init__(self, script: Any) -> None:
-        object.__setattr__(self, HELD, (script,))
-        was = script.training
         super().__init__()
-        script.training = was
-        buffers = dict(script.named_buffers(recurse=False))
+        object.__setattr__(self, HELD, (script,))
+        self.training = script.training
         for name, parameter in script.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        for name, buffer in buffers.items():
+        for name, buffer in script.named_buffers(recurse=False):
             self.register_buffer(name, buffer)
-
-    def train(self, mode: bool = True) -> Scripted:
-        """As the script's."""
-        getattr(self, HELD)[0].train(mode)
-        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the script returns, as its interpreter runs it without optimizing."""
         for module in self.modules():
-            for name in getattr(type(module), "__slots__", ()):
-                getattr(module, name)  # whatever the script reads is observed
+            vars(module)[HELD][0].training = module.training
+            for name in module.read:
+                getattr(module, name)  # so that what the script reads is observed
         with torch.jit.optimized_execution(False):
-            return getattr(self, HELD)[0](*args, **kwargs)
+            return vars(self)[HELD][0](*args, **kwargs)
 
 
 def as_python(model: Any, front_end: str) -> Any:
@@ -52,12 +51,12 @@ def as_python(model: Any, front_end: str) -> Any:
 
 def script_of(model: torch.nn.Module) -> Any:
     """The ScriptModule that a module stands for, None for any other module."""
-    return getattr(model, HELD)[0] if isinstance(model, Scripted) else None
+    return vars(model)[HELD][0] if isinstance(model, Scripted) else None
 
 
 def _of(script: Any, path: str, read: dict[str, set[str]]) -> Scripted:
-    names = sorted({"training", *read.get(path, ())})
-    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names})
+    names = tuple(sorted(read.get(path, ())))
+    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names, "read": names})
     for name in names:
         setattr(kind, name, _looked_up(name))
     made: Scripted = kind(script)
@@ -79,16 +78,16 @@ def _looked_up(name: str) -> property:
 def _names_read(script: Any) -> dict[str, set[str]]:
     """For each submodule by its name, the attributes that the graph reads and that are neither tensors nor modules."""
     graph = script.inlined_graph
-    paths = {next(iter(graph.inputs())).debugName(): ""}
+    modules = {next(iter(graph.inputs())).debugName(): ("", script)}
     found: dict[str, set[str]] = {}
     for node in _nodes_of(graph):
-        if node.kind() != "prim::GetAttr" or node.input().debugName() not in paths:
+        if node.kind() != "prim::GetAttr" or node.input().debugName() not in modules:
             continue
-        path, name = paths[node.input().debugName()], node.s("name")
-        value = getattr(script.get_submodule(path), name)
+        (path, module), name = modules[node.input().debugName()], node.s("name")
+        value = getattr(module, name)
         if isinstance(value, torch.nn.Module):
-            paths[node.output().debugName()] = f"{path}.{name}" if path else name
-        elif not isinstance(value, torch.Tensor):
+            modules[node.output().debugName()] = f"{path}.{name}" if path else name, value
+        elif not isinstance(value, torch.Tensor) and name != "training":
             found.setdefault(path, set()).add(name)
     return found
 
