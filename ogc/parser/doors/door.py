@@ -133,8 +133,10 @@ class _Merge:
     def _take_meta(self) -> None:
         names = {theirs.name: ours.name for theirs, ours in self.found.items()}
         for theirs, ours in self.found.items():
-            place = {key: ours.meta[key] for key in ("module", "source") if key in ours.meta}
-            ours.meta = {**theirs.meta, **place}
+            module = ours.meta.get("module", "")
+            ours.meta = dict(theirs.meta)  # its line, too: some tracers know of calls of ``forward`` alone
+            if module:
+                ours.meta["module"] = module
             if HISTORY in ours.meta:
                 history = ours.meta[HISTORY]
                 results, saved = ([names[name] for name in one] for one in (history.results, history.saved))
