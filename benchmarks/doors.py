@@ -26,8 +26,8 @@ DOORS = ("jit", "export", "dynamo")
 TIMM = (
     "beit_base_patch16_224", "cait_xxs24_224", "convnext_atto", "convmixer_768_32", "crossvit_tiny_240", "cspresnet50",
     "davit_tiny", "densenet121", "dla34", "efficientnet_b0", "ghostnet_100", "hrnet_w18_small", "mixer_s32_224",
-    "mobilenetv3_small_100", "pit_ti_224", "poolformer_s12", "regnety_002", "res2net50_26w_4s", "swin_tiny_patch4_window7_224",
-    "xcit_nano_12_p16_224",
+    "mobilenetv3_small_100", "pit_ti_224", "poolformer_s12", "regnety_002", "res2net50_26w_4s",
+    "swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224",
 )  # fmt: skip
 TRANSFORMERS = (
     "albert, padded", "bart, padded", "bloom, padded", "convnextv2", "distilbert, padded", "electra, padded",
@@ -107,7 +107,7 @@ def _step(subject: Subject, run: torch.nn.Module) -> dict[str, str]:
     model.zero_grad()
     result = call(run, subject.batch(0))
     loss_of(result).backward()
-    found = dict(tensors_in(result, "output"))
+    found: dict[str, Any] = dict(tensors_in(result, "output"))
     found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
     found |= {**dict(model.named_buffers()), "random state": torch.get_rng_state()}
     return {name: digest(value) for name, value in found.items()}

@@ -30,11 +30,10 @@ from .verify import verify
 FRONT_ENDS: dict[str, FrontEnd] = {
     RECORD: record,
     "jit": Door("jit", jit, record),
-    "export": Door("export", export, record),
+    "export": Door("export", export, record, knows_lines=False),
     "dynamo": Door("dynamo", dynamo, record),
 }
 """By name."""
-
 
 
 def check_front_end(name: Any, is_by_hand: bool) -> None:

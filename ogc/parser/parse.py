@@ -106,8 +106,8 @@ def parse(
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
         front_end: what the program comes from: ``"record"``, a recording of the forward; or the graph that ``"jit"``,
             ``torch.jit.trace``, makes of it, or ``"export"``, ``torch.export``, or ``"dynamo"``. All are verified
-            against the forward alike. The others have no opaque modules: what would have to be one is refused. ``"jit"``
-            takes a ``torch.jit.ScriptModule``, too, as its interpreter runs it without optimizing.
+            against the forward alike. The others have no opaque modules: what would have to be one is refused. A
+            ``torch.jit.ScriptModule`` goes through ``"jit"`` alone, as its interpreter runs it without optimizing.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.

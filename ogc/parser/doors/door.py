@@ -34,6 +34,7 @@ class Door:
     name: str
     tracer: Tracer
     record: FrontEnd
+    knows_lines: bool = True  # or only those of calls of a ``forward``: where the forward does the same, it tells better
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """As any front end, but without opaque modules."""
@@ -44,7 +45,7 @@ class Door:
         with untouched(sample.model, given=sample.spec.constants):
             program = self.record(Sample(sample.model, spec, sample.copies()), traced, set(), is_careful)
         seen = self.record(sample, forward, set(), is_careful)
-        return _with_what_only_the_forward_shows(program, seen)
+        return _with_what_only_the_forward_shows(program, seen, self.knows_lines)
 
     def _traced(self, sample: Sample) -> Callable[..., Any]:
         try:
@@ -59,10 +60,9 @@ class Door:
             ) from error
 
 
-def _with_what_only_the_forward_shows(program: Traced, seen: Traced) -> Traced:
+def _with_what_only_the_forward_shows(program: Traced, seen: Traced, knows_lines: bool) -> Traced:
     """The program of a graph, with what was ``seen`` of the forward; the verifier refuses it where they are unlike."""
-    merge = _Merge(program, seen)
-    if not merge.run():
+    if not _Merge(program, seen, knows_lines).run():
         for node in program.graph.nodes:
             forget_calls(node)
     return replace(seen, graph=program.graph, constants=program.constants)
@@ -71,8 +71,8 @@ def _with_what_only_the_forward_shows(program: Traced, seen: Traced) -> Traced:
 class _Merge:
     """Puts into a program the calls that were ``seen`` and that nothing uses, and what is known of each call."""
 
-    def __init__(self, program: Traced, seen: Traced) -> None:
-        self.program, self.seen = program, seen
+    def __init__(self, program: Traced, seen: Traced, knows_lines: bool) -> None:
+        self.program, self.seen, self.knows_lines = program, seen, knows_lines
         self.found: dict[torch.fx.Node, torch.fx.Node] = {}  # for each node that was seen, the program's
 
     def run(self) -> bool:
@@ -133,10 +133,10 @@ class _Merge:
     def _take_meta(self) -> None:
         names = {theirs.name: ours.name for theirs, ours in self.found.items()}
         for theirs, ours in self.found.items():
-            module = ours.meta.get("module", "")
-            ours.meta = dict(theirs.meta)  # its line, too: some tracers know of calls of ``forward`` alone
-            if module:
-                ours.meta["module"] = module
+            place = {key: ours.meta[key] for key in ("module", "source") if key in ours.meta}
+            ours.meta = {**theirs.meta, **place}
+            if not self.knows_lines and "source" in theirs.meta:
+                ours.meta["source"] = theirs.meta["source"]
             if HISTORY in ours.meta:
                 history = ours.meta[HISTORY]
                 results, saved = ([names[name] for name in one] for one in (history.results, history.saved))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+
 import torch
 
 from ...torch_state.forwards import plain_forward
@@ -11,8 +12,8 @@ from ...torch_state.private import schema_of
 from ..arguments import Sample
 from ..custom import CustomForward
 from ..forward.flat import FlatForward
-from .script_calls import fresh
 from .places import FlatModule, note_places
+from .script_calls import fresh
 
 aten = torch.ops.aten
 
@@ -43,5 +44,5 @@ def _prepare(made: torch.fx.GraphModule, model: torch.nn.Module) -> None:
 
 def _takes_cudnn(operator: Any) -> bool:
     """Whether the last argument of a call is whether cuDNN is on."""
-    arguments = getattr(schema_of(operator), "arguments", None)
+    arguments: Any = getattr(schema_of(operator), "arguments", None)
     return bool(arguments) and arguments[-1].name in ("cudnn_enable", "cudnn_enabled")

@@ -25,7 +25,9 @@ def jit(sample: Sample) -> Callable[..., Any]:
         run = Script(script.inlined_graph, script, sample.model, is_literal=True)
         return FlatForward(partial(_by_position, run, script.forward.schema), sample.spec)
     if not callable(getattr(torch.jit, "trace", None)):
-        raise ParseError('front_end="jit" needs torch.jit.trace, which this torch lacks; leave it away for the recorder')
+        raise ParseError(
+            'front_end="jit" needs torch.jit.trace, which this torch lacks; leave it away for the recorder'
+        )
     flat = FlatModule(sample.model, FlatForward(plain_forward(sample.model), sample.spec))
     with warnings.catch_warnings(), nothing_saved():
         warnings.simplefilter("ignore")  # of numbers that are baked in, which are refused, and of torch.jit's end

@@ -20,7 +20,16 @@ from ...torch_state.dispatch import unseen
 from ..forward.location import scope
 from . import script_calls
 from .places import INNER, Names
-from .script_nodes import input_of, is_left_out_by_eager, is_moved, last_uses, leaves_all, line_of_node, overload_of, scope_of
+from .script_nodes import (
+    input_of,
+    is_left_out_by_eager,
+    is_moved,
+    last_uses,
+    leaves_all,
+    line_of_node,
+    overload_of,
+    scope_of,
+)
 
 aten = torch.ops.aten
 
@@ -159,7 +168,8 @@ class Script:
         if operator is aten._convolution.default and not self.is_literal:
             operator, given = aten.convolution.default, given[:9]  # the name that it has before a trace sees it
         args, kwargs = script_calls.arguments_of(operator, given)
-        is_off = not self.is_literal and _is_without_grad(node) and script_calls.would_require_grad(operator, args, kwargs)
+        may_be_off = not self.is_literal and _is_without_grad(node)
+        is_off = may_be_off and script_calls.would_require_grad(operator, args, kwargs)
         with torch.no_grad() if is_off else nullcontext():
             result = operator(*args, **kwargs)
         self._put(node, *(result if node.outputsSize() > 1 else [result]))
@@ -170,9 +180,7 @@ class Script:
             given[:] = map(self._number, node.inputs(), given)
         if is_moved(node):
             self._put(node, script_calls.fresh(given[0]))
-        elif node.kind() == "aten::detach" and is_moved(input_of(node)):
-            self._put(node, given[0])
-        elif node.kind() == "aten::contiguous" and given[0].is_contiguous(memory_format=script_calls.format_of(given[1])):
+        elif (node.kind() == "aten::detach" and is_moved(input_of(node))) or _is_contiguous_already(node, given):
             self._put(node, given[0])
         elif is_left_out_by_eager(node):
             self._put(node, aten.alias.default(given[0]) if leaves_all(node) else given[0])
@@ -184,6 +192,12 @@ class Script:
         """An argument; a number of Python where the trace has made a constant tensor of one."""
         is_one = value.node().kind() == "prim::Constant" and isinstance(given, torch.Tensor)
         return script_calls.as_number(given, self.held) if is_one else given
+
+
+def _is_contiguous_already(node: Any, given: list[Any]) -> bool:
+    """Whether a tensor is to be what it is: Python makes no call, but a trace has one."""
+    is_asked = node.kind() == "aten::contiguous"
+    return is_asked and given[0].is_contiguous(memory_format=script_calls.format_of(given[1]))
 
 
 _OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh"}

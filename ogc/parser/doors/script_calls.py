@@ -69,7 +69,7 @@ _DTYPES = (
     torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32,
     torch.bfloat16,
 )  # fmt: skip
-_NAMED = {
+_NAMED: dict[str, tuple[Any, ...]] = {
     "ScalarType": _DTYPES,
     "MemoryFormat": (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d),
     "Layout": (torch.strided,),
@@ -103,7 +103,8 @@ def arguments_of(operator: OpOverload, given: list[Any]) -> tuple[tuple[Any, ...
 
 def format_of(number: int) -> torch.memory_format:
     """The memory format that a number of TorchScript stands for."""
-    return _NAMED["MemoryFormat"][number]
+    found: torch.memory_format = _NAMED["MemoryFormat"][number]
+    return found
 
 
 def fresh(tensor: torch.Tensor) -> Any:
@@ -120,8 +121,8 @@ def would_require_grad(operator: OpOverload, args: Any, kwargs: Any) -> bool:
 
     def on_meta(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            like = {"dtype": leaf.dtype, "device": "meta", "requires_grad": leaf.requires_grad}
-            return torch.empty_strided(leaf.shape, leaf.stride(), **like)
+            kind, needs = leaf.dtype, leaf.requires_grad
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=kind, device="meta", requires_grad=needs)
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
     with unseen():

@@ -43,7 +43,7 @@ def input_of(node: Any) -> Any:
 
 
 def is_moved(node: Any) -> bool:
-    """Whether a node moves a tensor that is made of Python's data, by ``torch.tensor`` or as an index: eager does not."""
+    """Whether a node moves a tensor that is made of Python's data, by ``torch.tensor`` or as an index, as traces do."""
     if node.kind() != "aten::to" or input_of(node).kind() != "prim::Constant":
         return False
     users = [use.user for use in node.output().uses()]

@@ -1,7 +1,7 @@
 """A ScriptModule as a module of Python, whose forward runs it.
 
-Its parameters and buffers are the script's. Its attributes are looked up in the script, so that one that is changed there
-is seen.
+Its parameters and buffers are the script's. Its attributes are looked up in the script, so that it is seen when one is
+changed there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ HELD = "script"
 """The attribute that holds the script, in a tuple, so that it is no submodule."""
 
 
+READ = "attributes_read"
+"""The attribute of a class that names what the graph reads of its script, beside tensors and modules."""
+
+
 class Scripted(torch.nn.Module):
     """A ScriptModule, or a submodule of one, with its submodules; its class has slots for what the graph reads of it.
 
     Whether it trains is said here, and to the script when that runs.
     """
-
-    __slots__ = read = ()
 
     def __init__(self, script: Any) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class Scripted(torch.nn.Module):
         """What the script returns, as its interpreter runs it without optimizing."""
         for module in self.modules():
             vars(module)[HELD][0].training = module.training
-            for name in module.read:
+            for name in getattr(type(module), READ):
                 getattr(module, name)  # so that what the script reads is observed
         with torch.jit.optimized_execution(False):
             return vars(self)[HELD][0](*args, **kwargs)
@@ -56,7 +58,7 @@ def script_of(model: torch.nn.Module) -> Any:
 
 def _of(script: Any, path: str, read: dict[str, set[str]]) -> Scripted:
     names = tuple(sorted(read.get(path, ())))
-    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names, "read": names})
+    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names, READ: names})
     for name in names:
         setattr(kind, name, _looked_up(name))
     made: Scripted = kind(script)
