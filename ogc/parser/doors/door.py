@@ -34,7 +34,9 @@ class Door:
     name: str
     tracer: Tracer
     record: FrontEnd
-    knows_lines: bool = True  # or only those of calls of a ``forward``: where the forward does the same, it tells better
+    knows_lines: bool = (
+        True  # or only those of calls of a ``forward``: where the forward does the same, it tells better
+    )
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """As any front end, but without opaque modules."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import ParseError
-from ...program.program import tensor_leaves
+from ...program.program import tensor_leaves, without_autocast
 from ...torch_state.dispatch import unseen
 from ..forward.location import scope
 from . import script_calls
@@ -54,6 +54,11 @@ class Script:
         self.held = {one.data_ptr() for one in attributes if isinstance(one, torch.Tensor)}
 
     def __call__(self, *inputs: Any) -> Any:
+        """What the graph returns; casts of a trace are calls of its own."""
+        with nullcontext() if self.is_literal else without_autocast():
+            return self._called(*inputs)
+
+    def _called(self, *inputs: Any) -> Any:
         first, *rest = self.graph.inputs()
         self.values = {first.debugName(): self.root}
         self.values.update((value.debugName(), given) for value, given in zip(rest, inputs, strict=True))
@@ -180,7 +185,11 @@ class Script:
             given[:] = map(self._number, node.inputs(), given)
         if is_moved(node):
             self._put(node, script_calls.fresh(given[0]))
-        elif (node.kind() == "aten::detach" and is_moved(input_of(node))) or _is_contiguous_already(node, given):
+        elif (
+            node.kind() in _CASTS
+            or _is_contiguous_already(node, given)
+            or (node.kind() == "aten::detach" and is_moved(input_of(node)))
+        ):
             self._put(node, given[0])
         elif is_left_out_by_eager(node):
             self._put(node, aten.alias.default(given[0]) if leaves_all(node) else given[0])
@@ -199,6 +208,9 @@ def _is_contiguous_already(node: Any, given: list[Any]) -> bool:
     is_asked = node.kind() == "aten::contiguous"
     return is_asked and given[0].is_contiguous(memory_format=script_calls.format_of(given[1]))
 
+
+_CASTS = {"aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"}
+"""Which torch.jit adds where autocast is on, to the casts that a trace has seen."""
 
 _OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh"}
 

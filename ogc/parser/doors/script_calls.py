@@ -51,6 +51,7 @@ ON_NUMBERS: dict[str, Callable[..., Any]] = {
     "sub": lambda a, b, alpha=1: a - b * alpha,
     "rsub": lambda a, b, alpha=1: b - a * alpha,
     "div": _divided,
+    "reciprocal": lambda a: 1 / a,
     "to": lambda a, *_: a,
     "detach": lambda a: a,
     "__and__": python.and_,

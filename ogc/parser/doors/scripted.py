@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+from ...torch_state.reads.objects import LookedUp
+
+_ogc_of_models = True
+
 HELD = "script"
 """The attribute that holds the script, in a tuple, so that it is no submodule."""
 
@@ -20,7 +24,7 @@ READ = "attributes_read"
 
 
 class Scripted(torch.nn.Module):
-    """A ScriptModule, or a submodule of one, with its submodules; its class has slots for what the graph reads of it.
+    """A ScriptModule, or a submodule of one, with its submodules; its class looks up what the graph reads of it.
 
     Whether it trains is said here, and to the script when that runs.
     """
@@ -37,11 +41,11 @@ class Scripted(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the script returns, as its interpreter runs it without optimizing."""
         for module in self.modules():
-            vars(module)[HELD][0].training = module.training
+            _script(module).training = module.training
             for name in getattr(type(module), READ):
                 getattr(module, name)  # so that what the script reads is observed
         with torch.jit.optimized_execution(False):
-            return vars(self)[HELD][0](*args, **kwargs)
+            return _script(self)(*args, **kwargs)
 
 
 def as_python(model: Any, front_end: str) -> Any:
@@ -53,28 +57,22 @@ def as_python(model: Any, front_end: str) -> Any:
 
 def script_of(model: torch.nn.Module) -> Any:
     """The ScriptModule that a module stands for, None for any other module."""
-    return vars(model)[HELD][0] if isinstance(model, Scripted) else None
+    return _script(model) if isinstance(model, Scripted) else None
 
 
 def _of(script: Any, path: str, read: dict[str, set[str]]) -> Scripted:
     names = tuple(sorted(read.get(path, ())))
-    kind = type(f"Scripted{script.original_name}", (Scripted,), {"__slots__": names, READ: names})
+    kind = type(f"Scripted{script.original_name}", (Scripted,), {READ: names})
     for name in names:
-        setattr(kind, name, _looked_up(name))
+        setattr(kind, name, LookedUp(name, _script))
     made: Scripted = kind(script)
     for name, child in script.named_children():
         made.add_module(name, _of(child, f"{path}.{name}" if path else name, read))
     return made
 
 
-def _looked_up(name: str) -> property:
-    def get(module: Scripted) -> Any:
-        return getattr(vars(module)[HELD][0], name)
-
-    def put(module: Scripted, value: Any) -> None:
-        setattr(vars(module)[HELD][0], name, value)
-
-    return property(get, put)
+def _script(module: torch.nn.Module) -> Any:
+    return vars(module)[HELD][0]
 
 
 def _names_read(script: Any) -> dict[str, set[str]]:
