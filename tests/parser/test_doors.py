@@ -1,5 +1,7 @@
 """The front ends beside the recorder: they give its graph and its plan, or say why they do not."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from helpers import assert_same_training
@@ -138,6 +140,21 @@ class Draws(Reads):
 def test_random_numbers_of_python_are_refused(door):
     with pytest.raises(ogc.ParseError):
         ogc.parse(Draws(), X, front_end=door)
+
+
+COUNT = [0]
+
+
+class Counts(Reads):
+    def forward(self, x):
+        COUNT[0] += 1
+        return self.layer(x).tanh()
+
+
+def test_what_a_forward_writes_elsewhere_is_put_back(door):
+    with suppress(ogc.ParseError):
+        ogc.parse(Counts(), X, front_end=door)
+    assert COUNT == [0]
 
 
 def test_an_attribute_that_changes_later_is_seen(door):

@@ -18,8 +18,10 @@ from ...program.opaque import OpaqueCall
 from ...program.program import CONSTANT, leaves_of
 from ...program.structures import InputSpec
 from ...torch_state.compare import same_bits
+from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import untouched
 from ..arguments import Sample
+from ..forward.flat import FlatForward
 from ..traced import HISTORY, FrontEnd, Traced, forget_calls, used
 
 Tracer = Callable[[Sample], Callable[..., Any]]
@@ -34,19 +36,20 @@ class Door:
     name: str
     tracer: Tracer
     record: FrontEnd
-    knows_lines: bool = (
-        True  # or only those of calls of a ``forward``: where the forward does the same, it tells better
-    )
+    knows_lines: bool = True  # or only those within functions named ``forward``
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """As any front end, but without opaque modules."""
         assert not opaque, opaque
-        spec, _ = InputSpec.of(tuple(sample.tensors), {})
-        with untouched(sample.model, given=sample.spec.constants):
+        model, held = sample.model, sample.spec.constants
+        with untouched(model, given=held):  # first, so that whoever observes it knows what else is to be put back
+            seen = self.record(sample._replace(tensors=sample.copies()), forward, set(), is_careful)
+        with untouched(model, given=held):
             traced = self._traced(sample._replace(tensors=sample.copies()))
-        with untouched(sample.model, given=sample.spec.constants):
-            program = self.record(Sample(sample.model, spec, sample.copies()), traced, set(), is_careful)
-        seen = self.record(sample, forward, set(), is_careful)
+        with untouched(model, given=held):
+            spec, _ = InputSpec.of(tuple(sample.tensors), {})
+            program = self.record(Sample(model, spec, sample.copies()), traced, set(), is_careful)
+        FlatForward(plain_forward(model), sample.spec).run(sample.tensors)  # state is left as by one forward
         return _with_what_only_the_forward_shows(program, seen, self.knows_lines)
 
     def _traced(self, sample: Sample) -> Callable[..., Any]:
