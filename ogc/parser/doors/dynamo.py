@@ -56,18 +56,20 @@ class _Kept:
         """The graph from the sample's tensors to the outputs."""
         if len(self.made) != 1:
             raise ParseError(f'front_end="dynamo": the forward is {len(self.made)} graphs of dynamo, not one')
-        (made,) = self.made
+        (made,), inputs, results = self.made, self.inputs, self.results
+        self.made, self.inputs, self.results = [], [], []  # dynamo keeps each backend
         graph = torch.fx.Graph()
         given = {id(tensor): graph.placeholder(f"input_{n}") for n, tensor in enumerate(sample.tensors)}
         copies: dict[torch.fx.Node, Any] = {}
         source = made.graph
-        for node, value in zip(source.find_nodes(op="placeholder"), self.inputs, strict=True):
+        for node, value in zip(source.find_nodes(op="placeholder"), inputs, strict=True):
             copies[node] = given.get(id(value), value)
         for node in source.nodes:
             if node.op not in ("placeholder", "output"):
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         (end,) = source.find_nodes(op="output")
-        known = given | {id(value): copies[node] for node, value in zip(end.args[0], self.results, strict=True)}
+        pairs = zip(end.args[0], results, strict=True)
+        known = given | {id(value): copies[node] for node, value in pairs if isinstance(node, torch.fx.Node)}
         graph.output(tuple(known.get(id(tensor), tensor) for tensor in outputs))
         note_places(graph, sample.model)
         return CustomForward(sample.model, graph, made)
