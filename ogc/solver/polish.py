@@ -98,7 +98,7 @@ class Aim:
 Level = tuple[Segment, ...]
 
 
-def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True) -> Candidate:
+def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, enough: int = 0) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
     Args:
@@ -108,6 +108,7 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         moves: how many are tried.
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
+        enough: bytes of a peak that ends it.
     """
     stamp = FEW_MOVES_STAMP if moves < len(costs.graph) else STAMP
     moving, random = _Moves(costs.graph, Random(0), nested, stamp), Random(1)
@@ -116,7 +117,7 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
     price_now = aim.price(now)
     hot = HOT / len(costs.graph)
     for number in range(moves):
-        if is_late():
+        if is_late() or best.peak_bytes <= enough:
             break
         if number and number * ROUNDS % moves < ROUNDS:
             now, price_now = best, best_price
@@ -124,10 +125,9 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         decisions = moving.moved(now)
         if decisions is None or decisions == now.decisions:
             continue
-        try:
-            found = weigh(costs, decisions)
-        except PlanError:  # an operation would run twice that must not
+        if (cost := costs.if_possible(decisions)) is None:
             continue
+        found = Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
         price_found = aim.price(found)
         if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
             now, price_now = found, price_found
