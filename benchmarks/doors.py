@@ -64,6 +64,7 @@ def _through(door: str, build: Build, plan: ogc.Plan, plain: dict[str, str]) -> 
         return {"refused": " ".join(str(error).split())[:400]}
     seconds = time.process_time() - start
     graph, recorded = optimised.graph, plan.graph
+    assert recorded is not None
     return {
         "same_graph": _bare(graph) == _bare(recorded) and structure_of(graph) == structure_of(recorded),
         "same_modules": [op.module for op in graph.operations] == [op.module for op in recorded.operations],

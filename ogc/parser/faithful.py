@@ -155,7 +155,12 @@ def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoRetu
 
 
 def _verified(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
-    calls = verify(sample, traced, run)
+    try:
+        calls = verify(sample, traced, run)
+    except OpaqueError as problem:
+        if traced.parting:
+            problem.args = (f"{problem}. The graph parts from the forward at {traced.parting}",)
+        raise
     return replace(with_expected(sample, traced), python_calls=calls.count)
 
 

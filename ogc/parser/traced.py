@@ -152,6 +152,7 @@ class Traced:
     reads: Reads = field(default_factory=Reads)  # what Python read outside of tensors
     cold: Reads | None = None  # what it reads in a first call that settles what all others read, if there is one
     end: StepEnd | None = None  # how a step goes on from here, once that is known
+    parting: str = ""  # of another tracer's graph: the first call that the forward was not seen to make, in words
 
 
 class RecordAgain(Exception):

@@ -67,10 +67,16 @@ class Door:
 
 def _with_what_only_the_forward_shows(program: Traced, seen: Traced, knows_lines: bool) -> Traced:
     """The program of a graph, with what was ``seen`` of the forward; the verifier refuses it where they are unlike."""
-    if not _Merge(program, seen, knows_lines).run():
-        for node in program.graph.nodes:
-            forget_calls(node)
-    return replace(seen, graph=program.graph, constants=program.constants)
+    parting = _Merge(program, seen, knows_lines).run()
+    for node in program.graph.nodes if parting else ():
+        forget_calls(node)
+    return replace(seen, graph=program.graph, constants=program.constants, parting=parting)
+
+
+def _in_words(node: torch.fx.Node) -> str:
+    module, source = node.meta.get("module"), node.meta.get("source")
+    where = ", ".join(filter(None, (f"module '{module}'" if module else "the model", source)))
+    return f"{node.target} ({where})" if node.op == "call_function" else "the end of the graph"
 
 
 class _Merge:
@@ -80,8 +86,8 @@ class _Merge:
         self.program, self.seen, self.knows_lines = program, seen, knows_lines
         self.found: dict[torch.fx.Node, torch.fx.Node] = {}  # for each node that was seen, the program's
 
-    def run(self) -> bool:
-        """Whether the two are alike, but for calls that nothing uses."""
+    def run(self) -> str:
+        """Where the two part, in words; "" if they are alike, but for calls that nothing uses."""
         graph, needed = self.program.graph, used(self.seen.graph)
         given = graph.find_nodes(op="placeholder"), self.seen.graph.find_nodes(op="placeholder")
         self.found.update(zip(reversed(given[1]), reversed(given[0]), strict=True))
@@ -93,9 +99,9 @@ class _Merge:
                 with graph.inserting_before(rest[0]):
                     self.found[theirs] = graph.node_copy(theirs, self._of)
             elif theirs.op in ("call_function", "output"):
-                return False
+                return _in_words(rest[0])
         self._take_meta()
-        return True
+        return ""
 
     def _is_like(self, ours: torch.fx.Node, theirs: torch.fx.Node) -> bool:
         """Whether both call the same on the same."""
@@ -138,7 +144,7 @@ class _Merge:
     def _take_meta(self) -> None:
         names = {theirs.name: ours.name for theirs, ours in self.found.items()}
         for theirs, ours in self.found.items():
-            place = {key: ours.meta[key] for key in ("module", "source") if key in ours.meta}
+            place: dict[str, Any] = {key: ours.meta[key] for key in ("module", "source") if key in ours.meta}
             ours.meta = {**theirs.meta, **place}
             if not self.knows_lines and "source" in theirs.meta:
                 ours.meta["source"] = theirs.meta["source"]

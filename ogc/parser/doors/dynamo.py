@@ -72,4 +72,16 @@ class _Kept:
         known = given | {id(value): copies[node] for node, value in pairs if isinstance(node, torch.fx.Node)}
         graph.output(tuple(known.get(id(tensor), tensor) for tensor in outputs))
         note_places(graph, sample.model)
+        _refuse_custom_functions(graph)
         return CustomForward(sample.model, graph, made)
+
+
+def _refuse_custom_functions(graph: torch.fx.Graph) -> None:
+    """Raise ParseError where dynamo goes into a ``torch.autograd.Function``, whose backward is another then."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "autograd_function_apply":
+            where = f"module '{node.meta['module']}', {node.meta['source']}"
+            raise ParseError(
+                f'front_end="dynamo" has no custom torch.autograd.Function, and the forward calls one ({where}). Take '
+                '"jit", or leave it away for the recorder'
+            )
