@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning",
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=["jit", *(pytest.param(name, marks=pytest.mark.full) for name in DOORS[1:])])
 def door(request):
     return request.param
 
@@ -43,6 +43,14 @@ class Net(nn.Module):
             mean = left.mean() * self.scale
         left = left[:, 1:5].contiguous() + left[:, :].sum() + left[:].mean() + left[..., [1, 2]].sum()
         return self.head(torch.cat([left, right[:, None, 4:].squeeze(1)], 1) - mean + self.held + torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_small_model_goes_through_each(name):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimised = ogc.optimize(model, X, front_end=name, memory_budget="least", profile="estimate")
+    assert places(optimised.graph) == places(ogc.parse(model, X, profile="estimate"))
+    assert_same_training(model, optimised, (X,))
 
 
 def places(graph):
@@ -124,6 +132,7 @@ def test_a_number_that_a_trace_bakes_in_is_a_guard(door):
         assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("door", ["export", "dynamo"])
 def test_what_reads_data_cannot_be_exported(door):
     with pytest.raises(ogc.ParseError, match=f'front_end="{door}" cannot trace the forward, which raises'):
@@ -195,6 +204,7 @@ class Custom(nn.Linear):
         return Function.apply(super().forward(x)).tanh()
 
 
+@pytest.mark.full
 def test_a_custom_function_goes_through_a_trace_alone():
     model = Custom(8, 8)
     recorded = ogc.parse(model, X, profile="estimate")
