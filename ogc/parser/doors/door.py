@@ -144,7 +144,7 @@ class _Merge:
     def _take_meta(self) -> None:
         names = {theirs.name: ours.name for theirs, ours in self.found.items()}
         for theirs, ours in self.found.items():
-            place: dict[str, Any] = {key: ours.meta[key] for key in ("module", "source") if key in ours.meta}
+            place: dict[str, Any] = {key: ours.meta[key] for key in ("module", "source") if ours.meta.get(key)}
             ours.meta = {**theirs.meta, **place}
             if not self.knows_lines and "source" in theirs.meta:
                 ours.meta["source"] = theirs.meta["source"]

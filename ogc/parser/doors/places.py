@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 
 import torch
 
 from ..forward.flat import FlatForward
-from ..forward.location import line_of
+from ..forward.location import is_before_us, line_of
 
 INNER = "model"
 """The attribute of a :class:`FlatModule` that the model is."""
@@ -54,4 +55,4 @@ def note_places(graph: torch.fx.Graph, model: torch.nn.Module) -> None:
         key = key.partition("@")[0]  # behind which is the number of the module's call
         frames = [(found["file"], int(found["line"])) for found in _FRAME.finditer(node.meta.get("stack_trace") or "")]
         node.meta["module"] = names.by_id[key] if key in names.by_id else names.of(path)
-        node.meta["source"] = line_of(reversed(frames))
+        node.meta["source"] = line_of(takewhile(is_before_us, reversed(frames)))

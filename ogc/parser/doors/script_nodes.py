@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
 
 from ...errors import ParseError
-from ..forward.location import line_of
+from ..forward.location import is_before_us, line_of
 
 _SCHEMA = re.compile(r"(?P<namespace>\w+)::(?P<name>\w+)(\.(?P<overload>\w+))?\(")
 _FRAMES = re.compile(r'^(?P<file>.+)\((?P<line>\d+)\): |File "(?P<named>[^"]+)", line (?P<number>\d+)', re.MULTILINE)
@@ -34,7 +35,8 @@ def scope_of(node: Any) -> str:
 def line_of_node(node: Any) -> str:
     """File and line of the model's code that a node comes from."""
     found = _FRAMES.finditer(node.sourceRange())
-    return line_of((one["file"] or one["named"], int(one["line"] or one["number"])) for one in found)
+    frames = ((one["file"] or one["named"], int(one["line"] or one["number"])) for one in found)
+    return line_of(takewhile(is_before_us, frames))
 
 
 def input_of(node: Any) -> Any:

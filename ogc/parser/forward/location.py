@@ -48,6 +48,11 @@ def line_of(frames: Iterable[tuple[str, int]]) -> str:
     return line
 
 
+def is_before_us(frame: tuple[str, int]) -> bool:
+    """Whether a frame, of those from the innermost one, does not belong to what calls the model here."""
+    return _owner(frame[0]) != "ogc"
+
+
 def _running() -> Iterator[tuple[str, int]]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _entries:
