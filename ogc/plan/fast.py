@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..graph import Graph, Operation
 from .decisions import Decisions, Offload, Policies, Policy, Segment
 from .queues import replayed, seconds_of
-from .schedule import Schedule, trips_of, with_saved_end
+from .schedule import Schedule, Trip, trips_of, with_saved_end
 from .simulate import Memory, simulate
 
 Array = NDArray[np.generic]
@@ -95,17 +95,25 @@ class Profile:
             found.setdefault(t, number)
         return found
 
-    def offloading(self, offloaded: Iterable[Offload]) -> Cost:
-        """The cost where these values are offloaded."""
-        graph = self.graph
-        assert graph.host is not None
-        trips, sizes = trips_of(graph, offloaded, self.needed, self.backwards), [value.bytes for value in graph.values]
+    def trips(self, offloaded: Iterable[Offload]) -> dict[int, Trip]:
+        """When these values are away."""
+        return trips_of(self.graph, offloaded, self.needed, self.backwards)
+
+    def bytes_of_steps(self, trips: Mapping[int, Trip]) -> NDArray[np.int64]:
+        """Of each step, the most bytes alive where values are away."""
         change = np.zeros(len(self.step_bytes) + 1, np.int64)
         for v, trip in trips.items():
-            change[trip.gone] -= sizes[v]
-            change[trip.back] += sizes[v]
-        alive = self.step_bytes + np.cumsum(change[:-1])
-        waiting = replayed(graph.host, trips, sizes, self.starts).waiting
+            change[trip.gone] -= self.graph.values[v].bytes
+            change[trip.back] += self.graph.values[v].bytes
+        found: NDArray[np.int64] = self.step_bytes + np.cumsum(change[:-1])
+        return found
+
+    def offloading(self, offloaded: Iterable[Offload]) -> Cost:
+        """The cost where these values are offloaded."""
+        graph, trips = self.graph, self.trips(offloaded)
+        assert graph.host is not None
+        alive = self.bytes_of_steps(trips)
+        waiting = replayed(graph.host, trips, [value.bytes for value in graph.values], self.starts).waiting
         peak = int(alive.argmax()) if len(alive) else 0
         here = [v for v in self.cost.peak_values if v not in trips or not trips[v].gone <= peak < trips[v].back]
         return Cost(int(max(alive.max(initial=0), 0)), self.cost.added_seconds + waiting, tuple(here))
