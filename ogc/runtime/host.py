@@ -10,10 +10,12 @@ from __future__ import annotations
 import _thread
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
+from statistics import median
 from threading import Event
 from typing import Any, Protocol
 
@@ -53,6 +55,41 @@ class Home(Protocol):
 def home_at(device: torch.device, folder: str) -> Home:
     """That of a device's values: on CUDA pinned memory, else a file in the folder."""
     return Pinned(device) if device.type == "cuda" else Folder(folder)
+
+
+PIECE, PIECES = 1 << 23, 4
+"""Bytes of the copies by which bandwidth is measured, and how many there are each way."""
+
+
+@cache
+def bandwidths(device: torch.device, folder: str) -> tuple[float, float]:
+    """Bytes per second of copies out and back, measured once, by pieces that have been there before.
+
+    Raises:
+        InputError: no file can be made in the folder, or it has no room.
+    """
+    home, times = home_at(device, folder), ([], [])  # type: tuple[Home, tuple[list[float], list[float]]]
+    data = torch.zeros(PIECE, dtype=torch.uint8, device=device)
+    try:
+        for _ in range(1 + PIECES):
+            start = _now(device)
+            sent = home.out(data)
+            sent.wait()
+            times[0].append(_now(device) - start)
+            start = _now(device)
+            sent.back().wait()
+            times[1].append(_now(device) - start)
+            del sent
+    except OSError as error:
+        raise InputError(f"offload={folder!r}: {error.strerror or error}; give a folder that has room") from error
+    out, back = (PIECE / median(each[1:]) for each in times)
+    return out, back
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 # -- files -------------------------------------------------------------------------------------------------
