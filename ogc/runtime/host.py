@@ -149,6 +149,7 @@ class _File:
 
     def __init__(self, folder: str) -> None:
         self.file = file_in(folder)
+        weakref.finalize(self, self.file.close)
         self.pid, self.end = os.getpid(), 0
         self.free: dict[int, list[int]] = {}  # of each size, places
         self.out, self.back = _Queue(), _Queue()
