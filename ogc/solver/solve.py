@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, weigh
 from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
-from .offloading import offloading
+from .offloading import offloading, timed_candidate
 from .polish import Aim, polished
 from .references import REFERENCES
 from .search import Search, VariantSearch, fairest, search_fairly, search_of
@@ -217,7 +218,10 @@ def _check_kept(told: Graph, plan: Plan) -> None:
             raise SolveError(f"with {told.told.words} operation {op.name} would still run twice; leave its module out")
 
 
-LOOSER = 6
+SLOWER_BY_OFFLOADS = 6
+"""How many times longer it takes to weigh a plan that offloads."""
+
+LOOSER = 4
 """Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
 
 
@@ -240,7 +244,11 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
                     _found_in_memory(graph, Goal(int(looser)), 0)
         costs = Replay(graph)
         whole = weigh(costs, Decisions((saved(0, len(graph)),)))
-        known.offloading[asked] = offloading(costs, [*known.plans, whole], budget)
+        found = offloading(costs, [*known.plans, whole], budget)
+        if found is not None and found.seconds > 0 and (moves := _moves(effort, graph) // SLOWER_BY_OFFLOADS):
+            aim = Aim(plain.peak_bytes, graph.step_seconds, budget)
+            found = polished(costs, found, aim, moves, weigh=partial(timed_candidate, budget=budget))
+        known.offloading[asked] = found
     found = known.offloading[asked]
     if found is not None and (isinstance(alone, SolveError) or found.seconds < alone.added_seconds):
         plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)

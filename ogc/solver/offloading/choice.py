@@ -31,8 +31,14 @@ def timed_candidate(costs: Replay, decisions: Decisions, budget: int) -> Candida
     Raises:
         PlanError: as :func:`ogc.simulate` does.
     """
-    profile, may_leave = costs.profile(decisions), costs.graph.offloadable
-    return _candidate(profile, decisions, [one.value for one in decisions.offloaded if one.value in may_leave], budget)
+    values = [one.value for one in decisions.offloaded if one.value in costs.graph.offloadable]
+    while True:
+        offloaded = tuple(one for one in decisions.offloaded if one.value in values)
+        profile = costs.profile(replace(decisions, offloaded=offloaded))
+        needed = [v for v in values if v in profile.needed]
+        if needed == values:
+            return _candidate(profile, decisions, values, budget)
+        values = needed
 
 
 def _candidate(profile: Profile, decisions: Decisions, values: Iterable[int], budget: int) -> Candidate:
