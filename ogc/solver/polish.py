@@ -23,7 +23,8 @@ from ..plan import Decisions, Segment, recomputed, saved
 from ..plan.decisions import Offload, Policies, Policy, clipped, cut_into_segments, fitted, shifted
 from ..plan.fast import Replay
 from ..process import is_late
-from .candidates import Candidate, weigh
+from .candidates import Candidate
+from .candidates import weigh as weigh_as_is
 
 HOT, COOLING = 0.6, 0.025
 """By what share of an operation's part of the plain step a move may be worse that is taken one time in e, and what is
@@ -41,7 +42,7 @@ FINEST = range(100, 301)
 are as near, in longer ones these take long to weigh."""
 
 OFFLOAD = 0.5
-"""How often a move of a policy is one of what is offloaded, in a plan that does that."""
+"""How often a move of a policy is one of what is offloaded, where plans may do that."""
 
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
@@ -105,7 +106,7 @@ Weigh = Callable[[Replay, Decisions], Candidate]
 
 
 def polished(
-    costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, weigh: Weigh = weigh
+    costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, weigh_away: Weigh | None = None
 ) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
@@ -116,10 +117,11 @@ def polished(
         moves: how many are tried.
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
-        weigh: what weighs plans; one that offloads says when values are away, too.
+        weigh_away: what weighs plans that may offload, and says when values are away; without it none may.
     """
+    weigh = weigh_away or weigh_as_is
     stamp = FEW_MOVES_STAMP if moves < len(costs.graph) else STAMP
-    moving, random = _Moves(costs.graph, Random(0), nested, stamp), Random(1)
+    moving, random = _Moves(costs.graph, Random(0), nested, stamp, weigh_away is not None), Random(1)
     best, best_price = start, aim.price(start)
     now = _first(costs, start, aim, weigh) if nested else start
     price_now = aim.price(now)
@@ -204,10 +206,12 @@ def _without_vain_levels(one: Segment) -> Segment:
 class _Moves:
     """Random changes of a plan of one graph."""
 
-    def __init__(self, graph: Graph, random: Random, nested: bool, stamp: float = STAMP) -> None:
+    def __init__(
+        self, graph: Graph, random: Random, nested: bool, stamp: float = STAMP, offloads: bool = False
+    ) -> None:
         self.graph, self.random, self.nested, self.stamp = graph, random, nested, stamp
         self.cuts, self.is_cut = graph.cuts, frozenset(graph.cuts)
-        self.may_leave = sorted(graph.offloadable)
+        self.may_leave = sorted(graph.offloadable) if offloads else []
         self.values = [v for v, value in enumerate(graph.values) if not value.is_output]
         kinds: dict[object, list[int]] = {}
         for t, key in enumerate(map(self._look, range(len(graph)))):
@@ -232,7 +236,7 @@ class _Moves:
     def _moved(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
         kind = self.random.random()
         if kind < POLICY:
-            if decisions.offloaded and self.random.random() < OFFLOAD:
+            if self.may_leave and self.random.random() < OFFLOAD:
                 return self._offload(decisions, peak_values)
             return self._policy(decisions, peak_values)
         if kind < POLICY + VARIANT:

@@ -244,10 +244,10 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
                     _found_in_memory(graph, Goal(int(looser)), 0)
         costs = Replay(graph)
         whole = weigh(costs, Decisions((saved(0, len(graph)),)))
-        found = offloading(costs, [*known.plans, whole], budget)
-        if found is not None and found.seconds > 0 and (moves := _moves(effort, graph) // SLOWER_BY_OFFLOADS):
-            aim = Aim(plain.peak_bytes, graph.step_seconds, budget)
-            found = polished(costs, found, aim, moves, weigh=partial(timed_candidate, budget=budget))
+        aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph) // SLOWER_BY_OFFLOADS
+        found = aim.best([offloading(costs, [*known.plans, whole], budget), *known.plans])
+        if found is not None and found.seconds > 0 and moves:
+            found = polished(costs, found, aim, moves, weigh_away=partial(timed_candidate, budget=budget))
         known.offloading[asked] = found
     found = known.offloading[asked]
     if found is not None and (isinstance(alone, SolveError) or found.seconds < alone.added_seconds):
