@@ -8,7 +8,7 @@ its own budgets beside plans, as they are and compiled. ``logits``: language mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import ogc
 from .cases import CASES, Case, with_labels
 from .losses import Loss, mean_square, next_words, own_loss
 from .measuring import Run
+from .networks.transformers import Bert
 from .results import Impossible
 from .trial import Planned, Trial
 from .ways import around_blocks, checkpointed, compiled, selectively_checkpointed
@@ -59,8 +60,8 @@ def _plain(trial: Trial) -> Run:
     return trial.model
 
 
-def _compiled(trial: Trial, budget: float = 1.0) -> Run:
-    return compiled(trial.model, trial.inputs, budget, trial.loss)
+def _compiled(trial: Trial, budget: float = 1.0, **options: Any) -> Run:
+    return compiled(trial.model, trial.inputs, budget, trial.loss, **options)
 
 
 def _planned(trial: Trial, **goal: Any) -> Planned:
@@ -157,19 +158,57 @@ FAMILIES = Experiment(
 
 # -- compiled -----------------------------------------------------------------------------------------------------
 
+THEIR_BUDGETS, OUR_SHARES = (0.7, 0.5, 0.3, 0.15, 0.1, 0.05), (0.9, 0.7, 0.5, 0.3, 0.15, 0.1, 0.05)
+COMPILED_BLOCKS = "compiled, blocks"
+SMALL_BERT = partial(Bert, 8192, width=256, heads=4, depth=6)
+
+
+def _compiled_blocks(trial: Trial) -> Run:
+    """Every block checkpointed, in what is compiled."""
+    around = partial(around_blocks, trial.case, trial.model, checkpointed)
+    return _compiled(trial, fallback_random=False, around=around)
+
+
+def _partitioned(trial: Trial, **goal: Any) -> Planned:
+    """Compiled by Inductor as our partitioner plans the joint graph."""
+    partitioner = ogc.Partitioner(**goal)
+    try:
+        run = _compiled(trial, fallback_random=False, config_patches=partitioner.options)
+    except ogc.SolveError as error:
+        raise Impossible(str(error)) from error
+    return Planned(run, partitioner.plans[-1])
+
+
+def _in_backend(trial: Trial, **goal: Any) -> Run:
+    """Operator by operator, by the backend."""
+    try:
+        return _compiled(trial, backend="ogc", options=goal)
+    except ogc.SolveError as error:
+        raise Impossible(str(error)) from error
+
+
 COMPILED = Experiment(
-    {"transformer": ("attention", 16, None), "pointwise": ("pointwise", 4096, None), "resnet18": ("resnet18", 4, 160)},
+    {
+        "attention": ("attention", 4, None), "bert": ("bert", 4, 128), "llama": ("llama", 2, 128),
+        "pointwise": ("pointwise", 2048, None), "convnext_tiny": ("convnext_tiny", 1, 112),
+        "resnet50": ("resnet50", 2, 112),
+    },
     {
         "plain": Way(_plain),
-        "compiled": Way(_compiled),
-        **{f"compiled, budget {budget:g}": Way(partial(_compiled, budget=budget)) for budget in (0.7, 0.5, 0.3, 0.1)},
-        "ogc": Way(lambda trial: _optimized(trial, memory_budget=0.5, loss=trial.loss), is_ours=True),
-        "ogc, compile=True": Way(
-            lambda trial: _optimized(trial, memory_budget=0.5, loss=trial.loss, compile=True),
-            is_ours=True, tolerance=float("inf"),
-        ),
+        "compiled": Way(partial(_compiled, fallback_random=False)),
+        **{f"compiled, budget {b:g}": Way(partial(_compiled, budget=b, fallback_random=False)) for b in THEIR_BUDGETS},
+        COMPILED_BLOCKS: Way(_compiled_blocks),
+        **{
+            f"ogc, {share:g}": Way(partial(_partitioned, memory_budget=share), is_ours=True, tolerance=float("inf"))
+            for share in OUR_SHARES
+        },
+        **{
+            f"ogc, operators, {share:g}": Way(partial(_in_backend, memory_budget=share)) for share in (0.5, 0.3)
+        },
+        "ogc.optimize, 0.5": Way(partial(_optimized, memory_budget=0.5), is_ours=True),
     },
     lambda case, inputs: mean_square,
+    case_of=lambda name: replace(CASES["bert_base"], build=SMALL_BERT) if name == "bert" else CASES[name],
 )  # fmt: skip
 
 # -- logits -------------------------------------------------------------------------------------------------------

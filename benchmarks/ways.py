@@ -73,8 +73,8 @@ def selectively_checkpointed(layer: Run) -> Run:
     return partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
 
 
-def around_blocks(case: Case, model: nn.Module, wrap: Callable[[Run], Run]) -> Run:
-    """The model with every block wrapped while it runs.
+def around_blocks(case: Case, model: nn.Module, wrap: Callable[[Run], Run], call: Run | None = None) -> Run:
+    """The model, or ``call``, which calls it, with every block wrapped while it runs.
 
     Raises:
         Impossible: it has no blocks.
@@ -89,7 +89,7 @@ def around_blocks(case: Case, model: nn.Module, wrap: Callable[[Run], Run]) -> R
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _replaced(forwards):
-            return model(*args, **kwargs)
+            return (call or model)(*args, **kwargs)
 
     return run
 
@@ -178,22 +178,34 @@ def memory_efficient(model: nn.Module) -> Run:
 
 
 def compiled(
-    model: nn.Module, inputs: Inputs, budget: float = 1.0, loss: Loss | None = None, backend: str = "inductor"
+    model: nn.Module,
+    inputs: Inputs,
+    budget: float = 1.0,
+    loss: Loss | None = None,
+    backend: str = "inductor",
+    around: Callable[[Run], Run] = lambda run: run,
+    fallback_random: bool = True,
+    **options: Any,
 ) -> Run:
-    """The model compiled with a budget for its activations, warmed up; it draws eager's random numbers.
+    """The model compiled anew with a budget for its activations, warmed up.
 
     Each has a backend of its own: compiled code is found again by its function and its backend, so that two budgets
     of one model would otherwise share the code of the one that was called first.
+
+    Args:
+        around: gives what is called of what is compiled.
+        fallback_random: draw eager's random numbers.
+        options: of the backend.
     """
     import torch._functorch.config
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = 64  # of one function, all its backends together
     compile_it = torch._dynamo.lookup_backend(backend)
-    run = torch.compile(model, backend=lambda graph, given: compile_it(graph, given))
+    run = around(torch.compile(model, backend=lambda graph, given: compile_it(graph, given, **options)))
     with (
         torch._functorch.config.patch(activation_memory_budget=budget),
-        torch._inductor.config.patch(fallback_random=True),
+        torch._inductor.config.patch(fallback_random=fallback_random, force_disable_caches=True),
     ):
         step(run, inputs, loss)
 

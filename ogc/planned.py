@@ -79,7 +79,7 @@ class Whole(OfGraph):
     def asked(self) -> tuple[Any, ...]:
         return "plan", structure_of(self.graph), self.chunks, self.is_one_of_many
 
-    def taken_up(self, saved: SavedPlan) -> GraphAndPlan | None:
+    def restored(self, saved: SavedPlan) -> GraphAndPlan:
         graph, goal = self.graph, self.options.goal
         if saved.kind == PARTS:
             raise PlanError("the plan is for a model in parts, but this one is planned as a whole")
@@ -91,15 +91,16 @@ class Whole(OfGraph):
             parsing, chunked_along = self.options.parsing, optional("rewrites.chunking").chunked_along
             graph = chunked_along(saved.regions, self.model, self.sample_input, graph, self.chunks, parsing)
         plan = plan_on(graph, saved)
-        plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
+        budget = goal.budget_bytes(plan.plain_peak_bytes)
+        return graph, replace(plan, budget_bytes=budget, max_overhead=goal.max_overhead)
+
+    def taken_up(self, saved: SavedPlan) -> GraphAndPlan | None:
+        (graph, plan), goal = self.restored(saved), self.options.goal
         keeps = meets(goal)
         if keeps is None or keeps(graph, plan):
             return graph, plan
         tell_broken(goal, plan.peak_bytes, plan.overhead)
         return None
-
-    def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
-        return self.taken_up(saved) if self.chunks > 1 else super().of_rank(saved)
 
     def searched(self) -> GraphAndPlan:
         parsing, solving = self.options.parsing, self.options.solving

@@ -417,8 +417,7 @@ class Wanted(Protocol[Found]):
         """It as it was saved; None, which is told, if it misses the goal here. PlanError: it does not fit."""
 
     def of_rank(self, saved: SavedPlan) -> Found | None:
-        """It as another rank has it."""
-        return self.taken_up(saved)
+        """The same as another rank has it: whether it keeps a goal of time is for that rank to say, as times differ."""
 
     def searched(self) -> Found:
         """It by a search."""
@@ -501,11 +500,15 @@ class OfGraph(Wanted[GraphAndPlan]):
     options: PlanOptions
     graph: Graph
 
+    def restored(self, saved: SavedPlan) -> GraphAndPlan:
+        """What was saved, on the graph that it runs on. PlanError: it does not fit."""
+        return self.graph, plan_on(self.graph, saved)
+
     def of_rank(self, saved: SavedPlan) -> GraphAndPlan | None:
-        plan = plan_on(self.graph, saved)
+        graph, plan = self.restored(saved)
         if plan.budget_bytes is not None and plan.peak_bytes > plan.budget_bytes:  # sizes were measured
             raise PlanError(f"it takes {plan.peak_bytes} bytes on this rank, more than {plan.budget_bytes}")
-        return self.graph, plan
+        return graph, plan
 
     def saved(self, found: GraphAndPlan) -> SavedPlan:
         return found[1].as_saved()

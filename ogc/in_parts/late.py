@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError, OgcError, ParseError, SolveError
 from ..graph import Graph
 from ..parser import hooked_modules, reuse
-from ..plan import Plan, SavedPlan, plain_plan, plan_on, simulate
+from ..plan import Plan, SavedPlan, plain_plan, simulate
 from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
 from ..planning import GraphAndPlan, Meets, OfGraph, PlanOptions, Replanner, look_for
@@ -97,7 +97,7 @@ class _LatePlan(OfGraph):
         return "part", structure_of(self.graph), self.share and self.share.plan.decisions
 
     def taken_up(self, saved: SavedPlan) -> GraphAndPlan:
-        return self.graph, plan_on(self.graph, saved)
+        return self.restored(saved)
 
     def searched(self) -> GraphAndPlan:
         plan = frugal_plan(self.options.solving, self.graph) if self.share is None else self.share.plan_of(self.graph)

@@ -177,18 +177,21 @@ class _Planning(Wanted["_Planned"]):
         return planned
 
     def taken_up(self, saved: SavedPlan) -> _Planned | None:
-        """The parts with plans that were saved; None, and a word in the log, if these miss the goal.
+        planned = self._restored(saved)
+        return planned if planned.keeps_goal() else None
 
-        Raises:
-            PlanError: they are for other parts.
-        """
+    def of_rank(self, saved: SavedPlan) -> _Planned | None:
+        planned = self._restored(saved)
+        return planned if planned.fits_budget else None
+
+    def _restored(self, saved: SavedPlan) -> _Planned:
+        """The parts with plans that were saved. PlanError: they are for other parts."""
         taken = _Saved(saved)
         plans = [taken.plan(part.name, part.graph) for part in self.found.parts]
         alike = {name: taken.plan(name, part.graph) for name, part in self.alike.items()}
         taken.check_all_used(self.found.late)
         idle = [taken.is_idle(part.name, part.graph) for part in self.found.parts]
-        planned = _Planned(self, plans, idle, alike, saved.solver)
-        return planned if planned.keeps_goal() else None
+        return _Planned(self, plans, idle, alike, saved.solver)
 
     def saved(self, found: _Planned) -> SavedPlan:
         return found.plan.as_saved()
@@ -300,10 +303,13 @@ class _Planned:
         return Chooser(self.step, self.choice, self.options.solving)
 
     def _take(self, choice: Choice) -> bool:
-        """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
-        decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
+        """Take plans, and measure a step with them unless they are those that were measured, or the plain model.
+
+        What a backward inside the forward holds is known least of all: with such a one, the plain model is measured.
+        """
+        before, taken, plain = ([plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain))
         self.choice = choice
-        if decisions[1] in (decisions[0], decisions[2]):
+        if taken == before or (taken == plain and not self.step.runs_backward_inside):
             return False
         self._measure()
         return True
@@ -324,12 +330,17 @@ class _Planned:
             f"stays plain ({plain}) takes up to {floor / MIB:.1f} MiB by itself"
         )
 
+    @property
+    def fits_budget(self) -> bool:
+        """Whether plans that were taken up keep a budget in bytes, if there is one."""
+        plan, budget = self.plan, self.plan.budget_bytes
+        return budget is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * budget
+
     def keeps_goal(self) -> bool:
         """Whether plans that were taken up keep the goal; it is told if not."""
         goal, plan = self.options.goal, self.plan
         share = tolerant(goal, self.parts[0].graph).max_overhead
-        fits = plan.budget_bytes is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * plan.budget_bytes
-        if fits and (share is None or plan.added_seconds <= share * plan.part_seconds):
+        if self.fits_budget and (share is None or plan.added_seconds <= share * plan.part_seconds):
             return True
         tell_broken(goal, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
         return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
+from ..torch_state.private import schema_of
 from .arguments import Sample
 from .forward.contents import has_content
 from .forward.flat import FlatForward, edges, gradient_targets, nothing_saved, other_state, state_of
@@ -119,7 +120,8 @@ class _Log(OperatorMode):
         """Write a call down."""
         if operator in ON_CONSTANTS or self.is_paused:
             return operator(*args, **kwargs)
-        given = self._described((args, kwargs), is_known=False)
+        written = _written_over(operator)  # a result, too
+        given = self._described((args, {key: kwargs[key] for key in kwargs if key not in written}), is_known=False)
         result = operator(*args, **kwargs)
         self._add((operator, *given, *self._described(result, is_known=True)))
         return result
@@ -170,6 +172,12 @@ class _Log(OperatorMode):
             self.storages[storage] = self.count
             self.count += 1
         return self.storages[storage]
+
+
+@cache
+def _written_over(operator: Any) -> frozenset[str]:
+    """The arguments of an operator whose content it does not read."""
+    return frozenset(argument.name for argument in schema_of(operator).arguments if argument.is_out)
 
 
 class _Run:

@@ -55,15 +55,20 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    flat = _as_it_lies(tensor)
-    each = 8 // flat.element_size()
-    whole = flat[: len(flat) // each * each]
+    flat = tensor.view(-1) if tensor.is_contiguous() else _as_it_lies(tensor)
+    each, entries = 8 // flat.element_size(), flat.numel()
+    odd = entries % each
+    whole = flat[: entries - odd] if odd else flat
     words = (whole.clone() if whole.storage_offset() % each else whole).view(torch.int64)
-    width = math.isqrt(len(words))
-    square, rest = words[: width * width].view(width, width), words[width * width :]
-    odd = flat[len(whole) :].view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    sums = torch.cat([square.sum(0), square.sum(1), rest, odd])
-    return (sums * (torch.arange(1, len(sums) + 1, device=sums.device) * _FACTOR)).sum()
+    width = math.isqrt(words.numel())
+    square = words[: width * width].view(width, width)
+    sums = [square.sum(0), square.sum(1)]
+    if width * width < words.numel():
+        sums.append(words[width * width :])
+    if odd:
+        sums.append(flat[entries - odd :].view(_INTEGERS[flat.element_size()]).to(torch.int64))
+    each_sum = torch.cat(sums)
+    return each_sum.mul_(torch.arange(1, each_sum.numel() + 1, device=each_sum.device).mul_(_FACTOR)).sum()
 
 
 def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,12 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
 
 
 class OperatorMode(TorchDispatchMode):
-    """Has each operator that is called below autograd run by ``called``."""
+    """Has each operator that is called below autograd run by ``called``; compiled code runs compiled in it, too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile may compile and run what is called inside, not eager in its place."""
+        return True
 
     def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of a call."""

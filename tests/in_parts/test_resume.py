@@ -9,6 +9,7 @@ from helpers import assert_same_training, measured_peak
 from test_in_parts import Counts, Deep, DrawsInPython, Pyramid, Tower, Twice, routed, rows
 
 import ogc
+from ogc import planning
 from ogc.in_parts import PartsPlan
 from ogc.plan import SavedPlan
 
@@ -102,6 +103,21 @@ def test_a_part_that_is_new_is_told():
     other.head, other.last = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh()), torch.nn.Identity()
     with pytest.raises(ogc.PlanError, match="the plan has nothing for part head; it was saved for another model"):
         ogc.optimize(other, given, plan=plan)
+
+
+@pytest.mark.full
+def test_another_rank_has_the_last_word_on_time_but_not_on_bytes(monkeypatch):
+    """Operations take other times there; a plan that one of the ranks does not take would differ from rank to rank."""
+    model, given = Tower(), rows()
+    least = ogc.optimize(model, given, memory_budget="least").plan
+    monkeypatch.setattr(planning, "are_several", lambda: True)
+    monkeypatch.setattr(planning, "first_answer", lambda key, mine: mine)
+    monkeypatch.setattr(planning, "answer_of_ranks", lambda key: least.as_saved())
+    timed = ogc.optimize(model, given, max_overhead=1e-6).plan
+    assert decisions(timed) == decisions(least) and timed.added_seconds > 1e-6 * timed.part_seconds
+    plain = ogc.optimize(model, given, solver="none").plan
+    monkeypatch.setattr(planning, "answer_of_ranks", lambda key: plain.as_saved())
+    assert ogc.optimize(model, given, memory_budget=0.8).plan.peak_bytes <= 0.8 * least.plain_peak_bytes
 
 
 @pytest.mark.full

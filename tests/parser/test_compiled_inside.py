@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import measured_peak
 from torch import nn
 
 import ogc
@@ -211,3 +212,41 @@ def test_a_forward_that_is_compiled_as_a_whole_is_refused_in_own_words(backend):
     with pytest.raises(ogc.ParseError, match="the forward calls compiled code at") as caught:
         ogc.optimize(Compiled(), XS[0], memory_budget="least")
     assert "INTERNAL ASSERT" not in str(caught.value)
+
+
+class Residual(nn.Module):
+    def __init__(self, width, drop):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(drop)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.drop(self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("is_wrapped", "drop"), [(True, 0.0), (False, 0.1)])
+def test_blocks_that_inductor_compiled_are_recomputed(is_wrapped, drop):
+    """One compilation serves all blocks, and plan and recomputation need no other."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    blocks = [Residual(32, drop) for _ in range(5)]
+    if is_wrapped:
+        blocks = [torch.compile(block, backend="inductor") for block in blocks]
+    for block in [] if is_wrapped else blocks:
+        block.compile(backend="inductor")
+    model, x = nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 8)), torch.randn(256, 8)
+    optimized = ogc.optimize(model, x, memory_budget=0.6)
+    assert {op.module for op in optimized.graph.operations if op.target.startswith("opaque")} == set("12345")
+
+    def trained(run):
+        model.zero_grad()
+        torch.manual_seed(3)
+        y = run(x)
+        y.square().mean().backward()
+        return [y.detach(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+    assert all(map(torch.equal, trained(optimized), trained(model)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    plain, ours = measured_peak(model, (x,)), measured_peak(optimized, (x,))
+    assert ours <= 1.05 * optimized.plan.peak_bytes and ours <= 0.62 * plain

@@ -267,6 +267,8 @@ def collected() -> int:
 @pytest.mark.full
 def test_everything_happens_and_nothing_is_left(steps, living):
     frames, opened = living
+    gc.collect()
+    others = collected()  # of tests before this one, whose tracebacks hold them
     tracked: list[tuple[int, int]] = []
     expected: list[dict[str, torch.Tensor]] = []
 
@@ -277,7 +279,7 @@ def test_everything_happens_and_nothing_is_left(steps, living):
     def compare(number: int, life: Life) -> None:
         assert not frames, f"after step {number}"
         if number % 10 == 0:
-            assert not collected()
+            assert collected() <= others
             found = {**life.model.state_dict(), "random state": torch.get_rng_state()}
             for name, tensor in expected[number // 10].items():
                 assert torch.equal(found[name], tensor), f"{name} after step {number}"

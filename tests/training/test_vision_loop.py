@@ -79,11 +79,13 @@ def test_the_loop(make, autocast, tmp_path, monkeypatch):
 
 
 def test_a_plan_saves_in_a_network_of_torchvision(monkeypatch):
+    """Beside gradients of parameters, which a plan does not lessen: they are as large as 32 of these images."""
+
     def train(training: Training):
-        run = training.optimize(residual(), torch.randn(16, 3, 64, 64))
+        run = training.optimize(residual(), torch.randn(32, 3, 64, 64))
         average = AveragedModel(run, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        for images in torch.randn(2, 16, 3, 64, 64):
+        for images in torch.randn(2, 32, 3, 64, 64):
             training.measured(lambda x=images: run(x).square().mean().backward())
             average.update_parameters(run)
 
-    assert_trained_alike(train, monkeypatch, 0.9)
+    assert_trained_alike(train, monkeypatch, 0.8)

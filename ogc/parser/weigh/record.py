@@ -85,6 +85,7 @@ class Record:
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
     relaid: Relaid | None = None  # weighs its backward for gradients of other layouts
+    compared: int = 0  # tensors that an opaque module saves, and a recomputation of it compares
 
     @property
     def in_place(self) -> bool:
@@ -295,6 +296,7 @@ class _Observer:
         if is_opaque:
             written += self._other_writes(buffers, own)
             packed[:] = [inner for tensor in packed for inner in contents(tensor) if storage_of(inner) is not None]
+            record.compared = len(packed)
         self.memory.note_reads(record, refs, tensors)
         self.memory.note_outputs(record, result)
         self.memory.note_writes(record, written, args)
