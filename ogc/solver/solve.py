@@ -221,6 +221,9 @@ def _check_kept(told: Graph, plan: Plan) -> None:
 SLOWER_BY_OFFLOADS = 6
 """How many times longer it takes to weigh a plan that offloads."""
 
+OFFLOADING_TIMES_OPERATIONS = 200_000
+"""Moves of such plans times operations, up to which none is left out for that."""
+
 LOOSER = 4
 """Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
 
@@ -244,7 +247,8 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
                     _found_in_memory(graph, Goal(int(looser)), 0)
         costs = Replay(graph)
         whole = weigh(costs, Decisions((saved(0, len(graph)),)))
-        aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph) // SLOWER_BY_OFFLOADS
+        aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph)
+        moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
         found = aim.best([offloading(costs, [*known.plans, whole], budget), *known.plans])
         if found is not None and found.seconds > 0 and moves:
             found = polished(costs, found, aim, moves, weigh_away=partial(timed_candidate, budget=budget))

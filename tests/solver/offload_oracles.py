@@ -30,6 +30,12 @@ def all_moments(profile: Profile, values: tuple[int, ...]) -> Iterator[tuple[Off
     return product(*ways)
 
 
+def least_wait(profile: Profile, values: tuple[int, ...], budget: int) -> float:
+    """The least added seconds within a budget of all ways to time the offloads of these values."""
+    costs = map(profile.offloading, all_moments(profile, values))
+    return min((cost.added_seconds for cost in costs if cost.peak_bytes <= budget), default=inf)
+
+
 def every_plan(graph: Graph, most: int) -> list[Cost]:
     """Of all plans of one level, with up to ``most`` values offloaded at any moments, those that no other beats."""
     costs, found = Replay(graph), []
