@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable
 from functools import cache, partial
 from queue import SimpleQueue
-from statistics import median
 from threading import Event
 from typing import Any, Protocol
 
@@ -57,33 +56,33 @@ def home_at(device: torch.device, folder: str) -> Home:
     return Pinned(device) if device.type == "cuda" else Folder(folder)
 
 
-PIECE, PIECES = 1 << 23, 4
-"""Bytes of the copies by which bandwidth is measured, and how many there are each way."""
+PIECE, PIECES = 1 << 22, 16
+"""Bytes of a copy by which bandwidth is measured, and how many there are: together they are in no cache."""
 
 
 @cache
 def bandwidths(device: torch.device, folder: str) -> tuple[float, float]:
-    """Bytes per second of copies out and back, measured once, by pieces that have been there before.
+    """Bytes per second of copies out and back, measured once, in places that were used before.
 
     Raises:
         InputError: no file can be made in the folder, or it has no room.
     """
-    home, times = home_at(device, folder), ([], [])  # type: tuple[Home, tuple[list[float], list[float]]]
-    data = torch.zeros(PIECE, dtype=torch.uint8, device=device)
+    home = home_at(device, folder)
+    pieces = torch.ones(PIECES, PIECE, dtype=torch.uint8, device=device)
     try:
-        for _ in range(1 + PIECES):
+        for _ in range(2):
             start = _now(device)
-            sent = home.out(data)
-            sent.wait()
-            times[0].append(_now(device) - start)
-            start = _now(device)
-            sent.back().wait()
-            times[1].append(_now(device) - start)
-            del sent
+            sent = [home.out(piece) for piece in pieces]
+            for one in sent:
+                one.wait()
+            left = _now(device)
+            for one in sent:
+                one.back().wait()
+            returned = _now(device)
+            del sent, one
     except OSError as error:
         raise InputError(f"offload={folder!r}: {error.strerror or error}; give a folder that has room") from error
-    out, back = (PIECE / median(each[1:]) for each in times)
-    return out, back
+    return PIECE * PIECES / (left - start), PIECE * PIECES / (returned - left)
 
 
 def _now(device: torch.device) -> float:
