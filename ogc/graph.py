@@ -162,12 +162,14 @@ class Host:
         out, back: bytes per second of copies out of the device's memory, and of those back; more than 0.
         values: those that may be offloaded; None for all that the caller does not hold.
         folder: of the file that they go to; "" for pinned memory.
+        each: seconds that a step takes longer for each of them, however small.
     """
 
     out: float
     back: float
     values: frozenset[int] | None = None
     folder: str = ""
+    each: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.out > 0 and self.back > 0):

@@ -351,8 +351,8 @@ class Offloading:
             folder = folder or tempfile.gettempdir()
         if self.bandwidth is None and device.type not in ("cpu", "cuda"):
             raise InputError(f"the bandwidth to {device.type} cannot be measured; give bandwidth= in bytes per second")
-        out, back = self.bandwidth or bandwidths(device, folder)
-        return replace(graph, host=Host(out, back, offloadable_values(graph), folder))
+        out, back, each = (*self.bandwidth, 0.0) if self.bandwidth else bandwidths(device, folder)
+        return replace(graph, host=Host(out, back, offloadable_values(graph), folder, each))
 
 
 @dataclass(frozen=True)

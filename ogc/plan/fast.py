@@ -113,10 +113,11 @@ class Profile:
         graph, trips = self.graph, self.trips(offloaded)
         assert graph.host is not None
         alive = self.bytes_of_steps(trips)
-        waiting = replayed(graph.host, trips, [value.bytes for value in graph.values], self.starts).waiting
+        added = replayed(graph.host, trips, [value.bytes for value in graph.values], self.starts).waiting
+        added += graph.host.each * len(trips)
         peak = int(alive.argmax()) if len(alive) else 0
         here = [v for v in self.cost.peak_values if v not in trips or not trips[v].gone <= peak < trips[v].back]
-        return Cost(int(max(alive.max(initial=0), 0)), self.cost.added_seconds + waiting, tuple(here))
+        return Cost(int(max(alive.max(initial=0), 0)), self.cost.added_seconds + added, tuple(here))
 
 
 class Replay:

@@ -115,7 +115,8 @@ def runtime_seconds(schedule: Schedule) -> float:
     """Time of the host that a plan takes beside its operators, less what only the plain model does."""
     costs, ops = schedule.graph.runtime, schedule.graph.operations
     seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.saved for t in range(a, b))
-    return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
+    copies = schedule.graph.host.each * len(schedule.trips) if schedule.graph.host else 0.0
+    return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen + copies - costs.left_out
 
 
 def replay(memory: AnyMemory) -> AnyMemory:

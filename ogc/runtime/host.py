@@ -61,8 +61,8 @@ PIECE, PIECES = 1 << 22, 16
 
 
 @cache
-def bandwidths(device: torch.device, folder: str) -> tuple[float, float]:
-    """Bytes per second of copies out and back, measured once, in places that were used before.
+def bandwidths(device: torch.device, folder: str) -> tuple[float, float, float]:
+    """Bytes per second of copies out and back, measured once, in places that were used before; seconds of a byte's.
 
     Raises:
         InputError: no file can be made in the folder, or it has no room.
@@ -79,10 +79,13 @@ def bandwidths(device: torch.device, folder: str) -> tuple[float, float]:
             for one in sent:
                 one.back().wait()
             returned = _now(device)
+            for piece in pieces:
+                home.out(piece[:1]).back().wait()
+            each = (_now(device) - returned) / PIECES
             del sent, one
     except OSError as error:
         raise InputError(f"offload={folder!r}: {error.strerror or error}; give a folder that has room") from error
-    return PIECE * PIECES / (left - start), PIECE * PIECES / (returned - left)
+    return PIECE * PIECES / (left - start), PIECE * PIECES / (returned - left), each
 
 
 def _now(device: torch.device) -> float:

@@ -13,7 +13,7 @@ from ogc.plan.fast import Replay
 from ogc.plan.queues import Queues
 from ogc.plan.schedule import FORWARD, Schedule
 
-HOST = ogc.Host(out=4.0, back=2.0)
+HOST = ogc.Host(out=4.0, back=2.0, each=0.125)
 
 
 def offloading(graph, rng):
@@ -153,7 +153,7 @@ def test_a_chain_by_hand():
     ]
     # 1 s before the backward, 4 s for value 1, and 2 s more than the backward of operation 2 for value 0
     assert queues.waiting == plan.waiting_seconds == 1 + 4 + 2
-    assert plan.added_seconds == plan.waiting_seconds
+    assert plan.added_seconds == plan.waiting_seconds + 2 * HOST.each
     assert [event.bytes for event in ogc.simulate(graph, plan).timeline] == [8, 16, 24, 24, 16, 24, 16, 8]
 
 

@@ -49,14 +49,22 @@ def threads():
     return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
 
 
+def threads_that_stay():
+    """How many there are when those of earlier tests have ended."""
+    gc.collect()
+    counts = [-1]
+    while len(counts) < 10 or len({*counts[-10:]}) > 1:
+        counts.append(threads())
+        time.sleep(0.02)
+    return counts[-1]
+
+
 def settle(count):
     """Until no more threads are there than before: those of queues end by themselves."""
     for _ in range(500):
         gc.collect()
         if threads() <= count:
             return
-        torch.zeros(1)
-        os.sched_yield()
         time.sleep(0.01)
     raise AssertionError(f"{threads()} threads, {count} before")
 
@@ -165,8 +173,7 @@ def run_home(run):
 
 def test_nothing_is_left_of_a_model_that_goes(tmp_path):
     ogc.optimize(mlp(), X, memory_budget=0.5)(X).sum().backward()  # for which torch starts threads
-    gc.collect()
-    before, files = threads(), open_files()
+    before, files = threads_that_stay(), open_files()
     run = optimized(mlp(), tmp_path)
     run(X).sum().backward()
     assert threads() == before + 2 or sys.platform != "linux"
@@ -323,7 +330,7 @@ def test_a_model_in_parts_is_an_error(tmp_path):
 
 def test_bandwidths_are_measured_once_for_a_folder(tmp_path):
     first = host.bandwidths(torch.device("cpu"), str(tmp_path))
-    assert min(first) > 1e6 and host.bandwidths(torch.device("cpu"), str(tmp_path)) is first
+    assert min(first[:2]) > 1e6 and 0 < first[2] < 0.1 and host.bandwidths(torch.device("cpu"), str(tmp_path)) is first
     assert os.listdir(tmp_path) == []
 
 
