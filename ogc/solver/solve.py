@@ -221,8 +221,11 @@ def _check_kept(told: Graph, plan: Plan) -> None:
 SLOWER_BY_OFFLOADS = 6
 """How many times longer it takes to weigh a plan that offloads."""
 
-OFFLOADING_TIMES_OPERATIONS = 200_000
+OFFLOADING_TIMES_OPERATIONS = 30_000
 """Moves of such plans times operations, up to which none is left out for that."""
+
+WORTH_MOVES = 1e-3
+"""Share of the plain step that a plan which offloads has to add for moves to be tried."""
 
 LOOSER = 4
 """Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
@@ -250,7 +253,7 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
         aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph)
         moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
         found = aim.best([offloading(costs, [*known.plans, whole], budget), *known.plans])
-        if found is not None and found.seconds > 0 and moves:
+        if found is not None and found.seconds - whole.seconds > WORTH_MOVES * graph.step_seconds and moves:
             found = polished(costs, found, aim, moves, weigh_away=partial(timed_candidate, budget=budget))
         known.offloading[asked] = found
     found = known.offloading[asked]
