@@ -172,19 +172,22 @@ def _compiled_blocks(trial: Trial) -> Run:
 def _partitioned(trial: Trial, **goal: Any) -> Planned:
     """Compiled by Inductor as our partitioner plans the joint graph."""
     partitioner = ogc.Partitioner(**goal)
-    try:
-        run = _compiled(trial, fallback_random=False, config_patches=partitioner.options)
-    except ogc.SolveError as error:
-        raise Impossible(str(error)) from error
+    run = _if_it_fits(trial, fallback_random=False, config_patches=partitioner.options)
     return Planned(run, partitioner.plans[-1])
 
 
 def _in_backend(trial: Trial, **goal: Any) -> Run:
     """Operator by operator, by the backend."""
+    return _if_it_fits(trial, backend="ogc", options=goal)
+
+
+def _if_it_fits(trial: Trial, **options: Any) -> Run:
     try:
-        return _compiled(trial, backend="ogc", options=goal)
-    except ogc.SolveError as error:
-        raise Impossible(str(error)) from error
+        return _compiled(trial, **options)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, ogc.SolveError):
+            raise Impossible(str(error.inner_exception)) from error
+        raise
 
 
 COMPILED = Experiment(

@@ -92,6 +92,7 @@ FULL = (
         "published_3", f"{PUBLISHED} vgg16 vgg19 nasnet_cifar10 amoebanet_cifar10 darts_cifar10", "cpu_published_3.json"
     ),
     Run("polished", "-m benchmarks polished", "polished.json"),
+    Run("ablation", "-m benchmarks ablation", "ablation.json"),
     Run(
         "published_1",
         f"{PUBLISHED} resnet18 resnet34 resnet50 resnet101 resnet152 inception_v3 densenet201",
@@ -136,6 +137,7 @@ QUICK = (
     Run("compare", f"{COMPARE} resnet18 --batch-size 2 --size 96 --compile-backend aot_eager", "compare/cpu.json"),
     Run("zoo", f"{ZOO} torchvision resnet18 mobilenet_v3_small quantized_resnet18 r3d_18", "zoo/torchvision.json"),
     Run("polished", "-m benchmarks polished resnet18", "polished.json"),
+    Run("ablation", "-m benchmarks ablation resnet18", "ablation.json"),
     Run("instances", "-m benchmarks instances vgg16", "instances.json"),
     Run("layers", "-m benchmarks layers 12", "layers.json"),
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),

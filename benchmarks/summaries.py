@@ -97,17 +97,17 @@ def _overhead_ratio(found: Sequence[Row], kind: str) -> str:
 
 
 def solvers(runs: Sequence[Data]) -> str:
-    """A row for each solver, of all networks."""
+    """A row for each network, with its plans side by side."""
     found = in_order(runs)
-    cells = []
-    for name in dict.fromkeys(row.way for row in found if row.way != "none"):
-        rows = [row for row in found if row.way == name]
-        shares, more = [row.peak_bytes / row.plain_bytes for row in rows], [row.more_flops for row in rows]
-        cells.append([
-            *(name, f"{geometric_mean(shares):.2f}", f"{max(shares):.2f}"),
-            *(f"{sum(more) / len(more):.0%}", f"{max(more):.0%}"),
-        ])  # fmt: skip
-    return table("solver | peak over plain | worst | more FLOPs, mean | most", cells)
+    names = list(dict.fromkeys(row.way for row in found if row.way != "none"))
+    of = {(row.arch, row.way): row for row in found}
+
+    def cell(row: Row | None) -> str:
+        return "–" if row is None else f"{mib(row.peak_bytes)}, {row.more_flops:.0%}"
+
+    plain = {row.arch: mib(row.plain_bytes) for row in found}
+    cells = [[arch, size, *(cell(of.get((arch, way))) for way in names)] for arch, size in plain.items()]
+    return table(" | ".join(["model", "plain", *names]), cells)
 
 
 def chunked(runs: Sequence[Data], whole: Sequence[Row]) -> str:
@@ -209,7 +209,7 @@ def compared(runs: Sequence[Data]) -> str:
         within = min((row for row in ours if peer and row.flops <= peer.flops), key=_peak, default=None)
         better += [f"{name} of {arch}" for name in sorted(beating(ran))]
         if ahead := quicker_within(ran):
-            quicker.append(f"{', '.join(ahead)} of {arch}")
+            quicker.append(re.sub(r"(?<=\d), compile ", ", ", f"{', '.join(ahead)} of {arch}"))
         cells.append([
             *(arch, plain.size, mib(plain.peak_bytes), peer.way if peer else "–"),
             *map(_measured, (peer, within, min(ours, key=_peak, default=None))),

@@ -80,7 +80,7 @@ def inserted(text: str, *tables: str) -> str:
     return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
 
 
-NEW = ("Published instances", "How good plans are", "Equal layers")
+NEW = ("How good plans are", "Equal layers")
 BEFORE = f"Made before plans were improved by local search: all but *{'*, *'.join(NEW)}*."
 """What is not yet made again by the search of today, which needs no more memory or time."""
 
@@ -94,7 +94,7 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "# Results",
         "",
         "Made by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
-        f"`{_command(suite)}` makes all of them again, with what stands below a section that one.",
+        f"`{_command(suite)}` makes all again, with what stands below a section that one.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
         "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
         "PyTorch's counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
@@ -180,18 +180,9 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "Against the published figures",
         "cpu_published*.json",
         "Feng & Huang's eighteen rows (CVPR 2021) at their batch sizes: our least peak within their overhead, which "
-        "was measured on a GPU and which we count in FLOPs and in simulated time, whichever is more. The last column "
-        "is what our fastest plan within the published memory recomputes.",
+        "was measured on a GPU and which we count in FLOPs and in simulated time, whichever is more. Last: what "
+        "our fastest plan within the published memory recomputes.",
         summaries.published,
-    ),
-    (
-        "Published instances",
-        "instances.json",
-        "MONeT (ICLR 2021) on a P100, Checkmate (MLSys 2020) on a V100, and ours by the rates of these GPUs; budgets "
-        "are for weights, their gradients and the images too. MONeT chooses among algorithms of an operator, which may "
-        "make steps quicker than plain ones. **Bold**: ours is ahead. Max-pooling's backward bounds VGG-16; today's "
-        "ReLU6 saves another tensor.",
-        summaries.instances,
     ),
     (
         "How good plans are",
@@ -209,22 +200,22 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Solvers side by side",
         "cpu_solvers.json",
-        "Of the same networks at batch 4, where activations are small beside what single operations need; `optimal` "
-        "plans within the published overhead.",
+        "Peak and more FLOPs of the same networks at batch 4, where single operations bound it; `optimal` is within "
+        "the published overhead.",
         summaries.solvers,
     ),
     (
         "Other tools side by side",
         "compare/cpu*.json",
-        "Of `--compare`: the way to save activation memory that people use and that peaks least, the plan of ours with "
-        "no more FLOPs that peaks least, and our least peak; with step times as multiples of a plain step's.",
+        "Of `--compare`: the way people save activation memory that peaks least, the plan of ours with no more FLOPs "
+        "that peaks least, and our least peak; with step times over a plain step's.",
         summaries.compared,
     ),
     (
         "In chunks of the batch",
         "cpu_chunked*.json",
-        "With `chunks=`, where single operations bound the peak. The last column is the most by which a "
-        "tensor differs, as a share of its largest entry.",
+        "With `chunks=`, where single operations bound the peak. The last column is a share of a "
+        "tensor's largest entry.",
         lambda runs: summaries.chunked(runs, rows()),
     ),
     (
@@ -252,17 +243,23 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "The largest batch",
         "largest/cpu*.json",
-        "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
+        "What fits into so much memory, of a step with SGD and cross-entropy: the plain model, "
         "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
-        "MiB by the allocator, of all there is; how much longer a sample takes.",
+        "MiB by the allocator; how much longer a sample takes.",
         summaries.largest,
+    ),
+    (
+        "What each part of the search gains",
+        "ablation.json",
+        "How much higher the allocator's peak is without it: least to most, median. The last row: the best of six "
+        "other orders.",
+        summaries.ablation,
     ),
     (
         "Other people's models",
         "zoo/*.json",
-        "The least peak, whatever is recomputed, of models built from their configurations with small "
-        "inputs; three training steps compared bit by bit. *Plain cannot*: the plain model does not train, or "
-        "differs from itself.",
+        "The least peak of models built from their configurations, with small inputs; three training steps compared "
+        "bit by bit. *Plain cannot*: the plain model does not train, or differs from itself.",
         summaries.zoo,
     ),
     (
@@ -298,12 +295,13 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
 
 
 def on_gpus() -> tuple[str, ...]:
-    """The tables of docs/cuda.md: least peaks, others beside, and what is predicted."""
+    """The tables of docs/cuda.md: least peaks, others beside, what is predicted, and published budgets."""
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
     timed = _timed_on_gpus()
     beside = summaries.beside_others(timed) if timed else "Not measured yet.\n"
-    return summaries.on_cuda(measured) + made_by, beside, summaries.predicted(files("hollow.json"))
+    budgets = summaries.instances(files("instances.json"))
+    return summaries.on_cuda(measured) + made_by, beside, summaries.predicted(files("hollow.json")), budgets
 
 
 def on_many_devices() -> str:

@@ -74,7 +74,7 @@ def _promises(rows: Sequence[Row]) -> list[Finding]:
     missed = [row for row in sorted(rows, key=lambda row: -abs(row.off)) if abs(row.off) > WORST_OFF]
     said = tuple(f"{row.arch}, {row.way} ({row.promised:.1%}, paid {row.paid:.1%})" for row in missed)
     others = tuple(f"{row.arch}, {row.way} ({', '.join(row.differs)})" for row in rows if row.differs)
-    question = "promised and paid, apart in points of the plain step"
+    question = "promised and paid, apart in points"
     return [
         Finding(f"{question}: median", len(rows), _points(median(off)), f"≤ {_points(MEDIAN_OFF)}",
                 ("the median",) if median(off) > MEDIAN_OFF else ()),
@@ -122,7 +122,7 @@ def _over_blocks(rows: Sequence[Row]) -> list[Finding]:
     if not quotients:
         return []
     mean = geometric_mean(quotients.values())
-    question = "our overhead at the memory of blocks, over theirs, where these save memory"
+    question = "our overhead over that of blocks, where these save memory"
     missed = (*_above(quotients, OF_BLOCKS_EACH, "{:.2f}"), *_without(ours, theirs))
     return [
         Finding(f"{question}: worst", len(quotients), f"{max(quotients.values()):.2f}", f"≤ {OF_BLOCKS_EACH}", missed),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
 import subprocess
@@ -255,6 +256,33 @@ def assert_same_training(model: torch.nn.Module, optimised: torch.nn.Module, inp
     assert len(plain) == len(ours)
     for number, (a, b) in enumerate(zip(plain, ours, strict=True)):
         assert torch.equal(a, b), f"tensor {number} of {len(plain)} differs by {(a.double() - b.double()).abs().max()}"
+
+
+def assert_same_step(
+    optimised: torch.nn.Module, model: torch.nn.Module, *inputs: object, loss: Callable[..., torch.Tensor] = loss_of
+) -> None:
+    """Bitwise the same outputs, gradients, buffers and random numbers of a step as the plain model, layout included.
+
+    The gradients and buffers of the step stay.
+    """
+    before = [buffer.clone() for buffer in model.buffers()]
+    plain, ours = (_step_from(before, run, model, copy.deepcopy(inputs), loss) for run in (model, optimised))
+    shapes = [list(tensor.shape) for tensor in tensors_of(inputs)]
+    assert len(plain) == len(ours) and all(map(torch.equal, ours, plain)), shapes
+    assert [t.stride() for t in ours] == [t.stride() for t in plain], shapes
+
+
+def _step_from(
+    before: list, run: torch.nn.Module, model: torch.nn.Module, inputs: tuple, loss: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
+    model.zero_grad()
+    for buffer, value in zip(model.buffers(), before, strict=True):
+        buffer.data.copy_(value)
+    torch.manual_seed(2)
+    result = run(*inputs)
+    loss(result).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*tensors_of(result), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.rand(2)]
 
 
 def run_apart(function: Callable[[], object]) -> None:

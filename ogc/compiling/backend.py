@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx import GraphModule
@@ -25,7 +27,9 @@ GOALS = ("memory_budget", "max_overhead", "effort")
 """The options of the backend that are a partitioner's."""
 
 
-def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def backend(
+    gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """``torch.compile(model, backend="ogc", options={"memory_budget": 0.5})``.
 
     A budget in bytes is for all graphs of a model together. They are known after the first step, in which each has what
@@ -37,6 +41,7 @@ def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any
         options: ``memory_budget``, ``max_overhead`` and ``effort``, as for :func:`ogc.solve`; ``inductor``: whether
             Inductor compiles what is planned, or each operator runs by itself, as in eager mode. With it, all options
             of Inductor.
+        mode: none; torch hands on that of ``torch.compile``.
 
     Returns:
         What computes the same.
@@ -45,6 +50,11 @@ def backend(gm: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any
         InputError: an option is unknown, or of the wrong kind.
         SolveError: nothing fits the budget.
     """
+    if mode is not None:
+        raise InputError(
+            f'backend="ogc" has no mode {mode!r}; the same with Inductor: options={{"inductor": True, '
+            f'"memory_budget": ..., **torch._inductor.list_mode_options({mode!r})}}'
+        )
     settings = Settings(options or {})
     is_one_size = all(isinstance(given, torch.Tensor) for given in inputs)
     if not (settings.goal.is_in_bytes and is_one_size and torch.is_grad_enabled()):
@@ -70,7 +80,7 @@ class Settings:
                 f'backend="ogc" has no option {", ".join(map(repr, sorted(self.others)))}; it has {", ".join(GOALS)} '
                 "and inductor, and with inductor those of Inductor"
             )
-        self.goal = self.partitioner().solving.goal
+        self.goal = Goal(**{name: value for name, value in self.goals.items() if name != "effort"})
 
     def partitioner(self) -> Partitioner:
         return Partitioner(**self.goals, fuses=self.has_inductor)
@@ -88,9 +98,8 @@ class _OneOfMany(Partitioner):
     """Plans one graph of a model that may have more."""
 
     def __init__(self, group: _Group) -> None:
-        first = group.settings.partitioner()
-        super().__init__(fuses=first.fuses)
-        self.solving, self.group = first.solving, group
+        super().__init__(**group.settings.goals, fuses=group.settings.has_inductor)
+        self.group, self.own = group, uuid4().hex
         self.graph: Graph | None = None
         self.chosen: Plan | None = None
 
@@ -106,22 +115,30 @@ class _OneOfMany(Partitioner):
                 raise
             return self.solving.plan(graph, LEAST_PEAK)
 
-    def uuid(self) -> None:
-        """None: what is compiled depends on the other graphs too."""
+    def uuid(self) -> str:
+        """Its own while the plan depends on the other graphs; then that of the plan that was chosen.
+
+        What Inductor finds in its caches has no graph that could be planned with the others.
+        """
+        return f"{super().uuid()} {self.chosen.decisions if self.chosen else self.own}"
 
 
 class _Part:
-    """One graph of a model."""
+    """One graph of a model.
+
+    Attributes:
+        plan: by which it runs; None of a graph without backward.
+    """
 
     def __init__(self, group: _Group, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self.group, self.gm = group, gm
         self.partitioner = _OneOfMany(group)
-        self.run = group.settings.compiled(gm, inputs, self.partitioner)
+        self._compile(inputs)
 
-    @property
-    def plan(self) -> Plan | None:
-        """Its plan; None of a graph without backward."""
-        return self.partitioner.plans[-1] if self.partitioner.plans else None
+    def _compile(self, inputs: Sequence[Any]) -> None:
+        self.run = self.group.settings.compiled(self.gm, inputs, self.partitioner)
+        plans = self.partitioner.plans
+        self.plan = self.partitioner.chosen or (plans[-1] if plans else None)
 
     @property
     def saved_bytes(self) -> int:
@@ -134,7 +151,7 @@ class _Part:
         if is_counted:
             self.group.called(self)
         if self.partitioner.chosen not in (None, self.plan):
-            self.run = self.group.settings.compiled(self.gm, args, self.partitioner)
+            self._compile(args)
         results = self.run(*args)
         if is_counted:
             self.group.wait_for_backward(results)
@@ -144,8 +161,8 @@ class _Part:
 class _Group:
     """The graphs of one model, in the order in which a step calls them."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, options: object, settings: Settings) -> None:
+        self.options, self.settings = options, settings
         self.step: list[_Part] = []
         self.planned: list[list[_Part]] = []
         self.is_over = False  # a backward has begun
@@ -188,9 +205,9 @@ class _Group:
         log.info("%d graphs share %d bytes: %s", len(plans), self.budget, "; ".join(plan.summary for plan in plans))
 
 
-_groups: dict[int, tuple[object, _Group]] = {}
-"""The graphs of each torch.compile, by the identity of its options, which are held so that no others get it."""
+_groups: WeakValueDictionary[int, _Group] = WeakValueDictionary()
+"""The graphs of each torch.compile, by the identity of its options, which each group holds so that no others get it."""
 
 
 def _group_of(options: object, settings: Settings) -> _Group:
-    return _groups.setdefault(id(options), (options, _Group(settings)))[1]
+    return _groups.setdefault(id(options), _Group(options, settings))

@@ -39,7 +39,6 @@ from .kernels import (
 DRAWS = frozenset({prims.inductor_seeds})
 """Operators beside those that torch tags as seeded by the random stream that must not run twice."""
 
-
 DRAW_SECONDS = 1.2e-8
 """What Inductor's code takes on a CPU for one random number: measured on an EPYC with torch 2.14, where the same kernel
 without it took 1.6e-10."""
@@ -75,13 +74,12 @@ class JointGraph:
         self.results = [node for node in results[forward_outputs:] if isinstance(node, Node)]
         left = (results[forward_outputs + n] for n in parameters if forward_outputs + n < len(results))
         self.left_bytes = sum(nbytes(node) for node in left if isinstance(node, Node))
-        tangents = {node for node in self.given if node.name.startswith("tangents")}
         last = max(n for n, node in enumerate(nodes) if _tag(node) == "is_forward")
         called = [(n, node) for n, node in enumerate(nodes) if node.op in ("call_function", "get_attr")]
         self.forward = [node for n, node in called if n <= last]
         self.later = [node for n, node in called if n > last and not _tag(node).startswith("must_be_in_forward")]
         self._places = {node: n for n, node in enumerate(nodes)}
-        self.tangents = tangents
+        self.tangents = {node for node in self.given if node.name.startswith("tangents")}
         self.in_forward = set(self.forward)
 
     @cached_property
@@ -161,6 +159,15 @@ class JointGraph:
         order = sorted(self.later, key=lambda node: (-self.turns[node], self._places[node]))
         return Kernels(order, self.fuses, self.turns, lambda node: not self.saved_by(node))
 
+    def left_by(self, kernel: Kernel) -> list[Node]:
+        """The bases that a kernel of the backward leaves in memory."""
+        found, kernels, results = [], self.backward.of, set(map(base_of, self.results))
+        for node in kernel.nodes:
+            for base in [node] if is_tensor(node) else [user for user in node.users if is_part(user)]:
+                if base in results or any(kernels.get(user) is not kernel for user in users_of(base)):
+                    found.append(base)
+        return found
+
     def weighted(self, device: torch.device) -> Graph:
         """The graph, with bytes as they are in memory and seconds from a roofline.
 
@@ -226,8 +233,8 @@ class Gradients:
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
         self.kernels = joint.backward
-        self.outputs = {base_of(node) for node in joint.results}
         self._last = self._last_uses()
+        self._made = {kernel: joint.left_by(kernel) for kernel in self.kernels.kernels}
         self._turns = {
             turn: list(kernels) for turn, kernels in groupby(self.kernels.kernels, lambda kernel: kernel.turn)
         }
@@ -240,17 +247,7 @@ class Gradients:
             for node in kernel.nodes:
                 for base in self.kernels.reads(node):
                     last[base] = kernel.number
-        return {**last, **dict.fromkeys(self.outputs, len(self.kernels.kernels))}
-
-    def _made(self, kernel: Kernel) -> list[Node]:
-        """The bases that a kernel leaves in memory."""
-        found = []
-        for node in kernel.nodes:
-            for base in [node] if is_tensor(node) else [user for user in node.users if is_part(user)]:
-                users = users_of(base)
-                if base in self.outputs or any(self.kernels.of.get(user) is not kernel for user in users):
-                    found.append(base)
-        return found
+        return {**last, **dict.fromkeys(map(base_of, self.joint.results), len(self.kernels.kernels))}
 
     def _walk(self) -> dict[int, tuple[int, int]]:
         """For each turn, the bytes that are alive when it comes, and the most while it runs."""
@@ -259,7 +256,7 @@ class Gradients:
         for turn, kernels in self._turns.items():
             asked = most = total
             for kernel in kernels:
-                made = {base: nbytes(base) for base in self._made(kernel)}
+                made = {base: nbytes(base) for base in self._made[kernel]}
                 ended = [b for n in kernel.nodes for b in self.kernels.reads(n) if self._last.get(b) == kernel.number]
                 released = sum(alive.pop(base) for base in dict.fromkeys(ended) if base in alive)
                 total += sum(made.values())
@@ -276,7 +273,7 @@ class Gradients:
         seconds, count = 0.0, 0
         for kernel in kernels:
             reads = {base for node in kernel.nodes for base in self.kernels.reads(node) if is_tensor(base)}
-            moved = sum(nbytes(base) for base in (*reads, *self._made(kernel)) if is_tensor(base))
+            moved = sum(nbytes(base) for base in (*reads, *self._made[kernel]) if is_tensor(base))
             here = flops(kernel.nodes)
             seconds, count = seconds + rates.seconds(here, moved, _type_of(kernel)), count + here
         asked, most = self._bytes.get(turn, self._before(turn))
@@ -319,7 +316,16 @@ def runs_once(node: Node) -> bool:
     if node.target.namespace in COLLECTIVES:
         return True
     is_seeded = packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
-    return is_seeded or schema_of(node.target).is_mutable
+    return (is_seeded and not _drops_nothing(node)) or schema_of(node.target).is_mutable
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether a node is attention without dropout, which draws nothing."""
+    names = [argument.name for argument in schema_of(node.target).arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    return bool((node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)) == 0.0)
 
 
 def _bytes_given(kernel: Kernel, given: set[Node]) -> int:

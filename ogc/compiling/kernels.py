@@ -16,10 +16,10 @@ from typing import Any
 import networkx as nx
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
+from ..parser.weigh.meter import flops_of
 from ..torch_state.compilers import prims
-from ..torch_state.private import OpOverload, schema_of
+from ..torch_state.private import OpOverload
 
 aten = torch.ops.aten
 
@@ -38,12 +38,11 @@ REDUCTIONS = frozenset({
 })  # fmt: skip
 """Operators that are computed in a loop over what they reduce."""
 
-VIEWS = frozenset({aten._unsafe_view.default, aten.reshape.default, aten.lift_fresh.default})
+VIEWS = frozenset({aten._unsafe_view.default})
 """Operators that are views in compiled code, though their schemas say nothing of it."""
 
 RANDOM = frozenset({prims.inductor_random, prims.inductor_randint})
 """Operators that draw the numbers which a seed stands for: the same each time."""
-
 
 SEEDED = frozenset({prims.inductor_lookup_seed})
 """Operators that take one seed out of several."""
@@ -72,15 +71,9 @@ def nbytes(node: Node) -> int:
     return size(tensor.numel()) * tensor.element_size() if tensor.layout is torch.strided else 0
 
 
-@cache
 def is_view(target: Any) -> bool:
     """Whether an operator makes nothing."""
-    if target in VIEWS:
-        return True
-    if not isinstance(target, OpOverload):
-        return False
-    results = schema_of(target).returns
-    return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
+    return isinstance(target, OpOverload) and (target.is_view or target in VIEWS)
 
 
 def packet(node: Node) -> Any:
@@ -290,7 +283,6 @@ def flops(nodes: Sequence[Node]) -> int:
     """Floating-point operations of nodes."""
     total = 0
     for node in nodes:
-        if (count := flop_registry.get(packet(node))) is not None:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += size(count(*args, **kwargs, out_val=node.meta["val"]))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        total += size(flops_of(node.target, args, kwargs, node.meta.get("val")))
     return total

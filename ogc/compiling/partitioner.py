@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))
-"""What a plan depends on."""
+
+@cache
+def sources() -> str:
+    """A hash of all code that a plan depends on."""
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return str(hash_of_files(tuple(map(str, paths))).hex())
 
 
 class Partitioner(CustomPartitioner):
@@ -81,9 +86,17 @@ class Partitioner(CustomPartitioner):
         """
         return self.solving.plan(graph)
 
-    def uuid(self) -> str | None:
-        """What Inductor's caches know a partitioner by."""
-        return str(hash_of_files(SOURCES, repr((self.solving, self.fuses))))
+    def uuid(self) -> str:
+        """What Inductor's caches know a partitioner by. None would not keep them from what others compiled."""
+        return f"{sources()} {self.solving} {self.fuses}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without plans: Inductor's caches pickle all options."""
+        return {"solving": self.solving, "fuses": self.fuses, "plans": []}
+
+    def __deepcopy__(self, memo: object) -> Partitioner:
+        """Itself: Inductor copies all options."""
+        return self
 
 
 def _device_of(joint: JointGraph) -> torch.device:
@@ -91,10 +104,14 @@ def _device_of(joint: JointGraph) -> torch.device:
     return max(devices, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
 
 
-def hold(backward: GraphModule, waiting: Mapping[str, str]) -> None:
+def hold(backward: GraphModule, waiting: Mapping[str, Sequence[str]]) -> None:
     """Let nodes wait for others though they read nothing of them, so that no scheduler moves them up."""
     by_name = {node.name: node for node in backward.graph.nodes}
-    waits = {by_name[name]: OrderedSet([by_name[other]]) for name, other in waiting.items() if name in by_name}
+    waits = {
+        by_name[name]: OrderedSet(by_name[other] for other in others if other in by_name)
+        for name, others in waiting.items()
+        if name in by_name
+    }
     hold_order(backward.graph, waits)
     backward.recompile()
 
@@ -111,18 +128,19 @@ class Rewriting:
         self.latest: dict[int, Node] = {}
         self.values = {base: v for v, base in enumerate(joint.values)}
         self.module = gm
-
-    def run(self) -> dict[str, str]:
-        """Rewrite the graph. Returns, for each node that could run earlier than planned, which node it waits for."""
-        turns: dict[int, list[Kernel]] = {}
-        for kernel in self.joint.backward.kernels:
-            turns.setdefault(kernel.turn, []).append(kernel)
         (self.end,) = (node for node in self.graph.nodes if node.op == "output")
         self.placed: set[Node] = set()
         self.kernel: list[Node] = []  # what was placed for the kernel at hand
-        self.last: Node | None = None  # the last node of the backward that is a kernel of its own
+        self.last: tuple[Node, ...] = ()  # what the next kernel waits for: the last of the backward that is not fused,
+        self.left: list[Node] = []  # and before a recomputation also what fused ones left, that these run before it
         self.following: set[Node] = set()  # what cannot run before that
-        self.waiting: dict[Node, Node] = {}
+        self.waiting: dict[Node, tuple[Node, ...]] = {}
+
+    def run(self) -> dict[str, list[str]]:
+        """Rewrite the graph. Returns, for each node that could run earlier than planned, which nodes it waits for."""
+        turns: dict[int, list[Kernel]] = {}
+        for kernel in self.joint.backward.kernels:
+            turns.setdefault(kernel.turn, []).append(kernel)
         with self.graph.inserting_before(self.end):
             for step in self.schedule.steps[len(self.joint.kernels.kernels) :]:
                 if step.is_backward:
@@ -136,10 +154,12 @@ class Rewriting:
         self.graph.eliminate_dead_code()
         self.graph.lint()
         self.module.recompile()
-        return {node.name: waited.name for node, waited in self.waiting.items()}
+        return {node.name: [waited.name for waited in others] for node, others in self.waiting.items()}
 
     def _recompute(self, step: Step) -> None:
         """Copy the nodes of an operation, as far as its run makes what they leave in memory."""
+        if self.left:
+            self.last, self.left, self.following = (*self.last, *self.left), [], set()
         writes = self.schedule.graph.operations[step.operation].writes
         made = self.schedule.runs[step.run].made.intersection(writes)
         copies = self._copies_for(step) | {v: self._copy(step.run, v) for v in writes if v not in made}
@@ -156,9 +176,10 @@ class Rewriting:
             for node in kernel.nodes:
                 self._place(node, local)
             self._end_kernel()
-            if not kernel.is_fused:
-                (self.last,) = kernel.nodes
-                self.following = {self.last}
+            if kernel.is_fused:
+                self.left += self.joint.left_by(kernel)
+            else:
+                self.last, self.following = tuple(kernel.nodes), {*kernel.nodes}
 
     def _place(self, node: Node, local: _Copying) -> None:
         """Move a node of the backward to the end, behind all that it reads."""
@@ -175,7 +196,7 @@ class Rewriting:
     def _end_kernel(self) -> None:
         """Let what was placed wait for the last kernel of the backward, where it does not read of it anyway."""
         placed, self.kernel = self.kernel, []
-        if self.last is None:
+        if not self.last:
             return
         for node in placed:
             given = [base_of(one) for one in node.all_input_nodes]

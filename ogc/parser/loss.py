@@ -24,7 +24,7 @@ from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .opaque import OpaqueModules
-from .traced import StepEnd, Traced, forget_calls, without_unused
+from .traced import Followed, StepEnd, Traced, forget_calls, without_unused
 
 
 def check_after_forward(after_forward: AfterForward) -> None:
@@ -146,16 +146,22 @@ def _held_by(function: Any) -> Iterator[Any]:
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
-def _output(sample: Sample, traced: Traced) -> Any:
-    """What the forward returned, with the tensors of ``traced``."""
+def losses_of(sample: Sample, found: Traced | Followed) -> list[int]:
+    """The numbers of the outputs of a forward that may be the loss."""
+    return losses_among(_output(sample, found), found.outputs, found.requires_grad)
+
+
+def _output(sample: Sample, found: Traced | Followed) -> Any:
+    """What a forward returned, with the tensors that were found."""
+    assert found.output_spec is not None
     args, kwargs = sample.spec.rebuild(sample.copies())
-    return traced.output_spec.deliver(traced.outputs, args, kwargs)
+    return found.output_spec.deliver(found.outputs, args, kwargs)
 
 
 def _starts(sample: Sample, traced: Traced, loss: str | None) -> tuple[int, ...]:
     """The outputs at which a backward starts: the one scalar, or all of them."""
     differentiable = [n for n, requires_grad in enumerate(traced.requires_grad) if requires_grad]
-    found = losses_among(_output(sample, traced), traced.outputs, traced.requires_grad) if loss is None else []
+    found = losses_of(sample, traced) if loss is None else []
     return tuple(found if len(found) == 1 else differentiable)
 
 

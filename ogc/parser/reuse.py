@@ -20,18 +20,18 @@ from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Variant
 from ..process import collecting_new_only
 from ..program.opaque import Opaque, OpaqueCall, Region, opaque_in
-from ..program.program import SHAPE, Outcome, Program, losses_among
+from ..program.program import SHAPE, Outcome, Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import follow
-from .loss import modules_of, with_step_end
+from .loss import losses_of, modules_of, with_step_end
 from .opaque import OpaqueModules
 from .parse import lower, profiler_of, record_program
 from .passes.numbers import check_memory, guards_along, looked_at, numbers_of
-from .traced import Followed, Traced, Unlike
+from .traced import Traced, Unlike
 from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
 
@@ -110,7 +110,9 @@ def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds
         try:
             with follow(sample, known, looked_at(program, known.graph)) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
-                expected = Outcome.of(model, _wanted(program, sample, found))
+                is_loss_alone = program.after_forward.outputs == "loss"
+                wanted = losses_of(sample, found) if is_loss_alone else range(len(found.outputs))
+                expected = Outcome.of(model, [found.outputs[n] for n in wanted])
             shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]
             if shapes != shapes_of(known.graph) and not holds(shapes):
                 raise Unlike("the plan may not keep to its goal for these sizes")
@@ -136,16 +138,6 @@ def reuse_quickly(model: torch.nn.Module, graph: Graph, sample_input: Any, holds
         expected=expected,
     )
     return graph.running(again)
-
-
-def _wanted(program: Program, sample: Sample, found: Followed) -> list[torch.Tensor]:
-    """What the program returns of a forward's outputs: all, or the loss alone."""
-    if program.after_forward.outputs == "all":
-        return found.outputs
-    assert found.output_spec is not None
-    args, kwargs = sample.spec.rebuild(sample.tensors)
-    output = found.output_spec.deliver(found.outputs, args, kwargs)
-    return [found.outputs[n] for n in losses_among(output, found.outputs, found.requires_grad)]
 
 
 Shapes = list[tuple[int, ...]]

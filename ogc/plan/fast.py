@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import PlanError
 from ..graph import Graph, Operation
 from .decisions import Decisions, Offload, Policies, Policy, Segment
 from .queues import replayed, seconds_of
@@ -33,6 +34,10 @@ ROW = Struct("4i")
 
 IN_BACKWARD = -2
 """In the place of ``Step.during``, of a backward."""
+
+FOUND, NO_PLAN, RUNS_TWICE = 0, 1, 2
+"""What the library returns: that it counted, that the decisions do not fit the graph, and that an operation would run
+twice that must not."""
 
 MOST_KNOWN = 50_000
 """Segments whose rows are held."""
@@ -152,13 +157,25 @@ class Replay:
         if decisions.offloaded and self.graph.host is not None:
             decisions.check(self.graph)
             return self.profile(decisions).offloading(decisions.offloaded)
-        if self._library is None or not self._replayed(decisions):
-            cost = simulate(self.graph, decisions)
-            return Cost(cost.peak_bytes, cost.added_seconds, cost.peak_values)
-        return self._cost_of(decisions)
+        return self._counted(decisions) if self._replayed(decisions) == FOUND else self._simulated(decisions)
 
-    def _cost_of(self, decisions: Decisions) -> Cost:
-        """That of the plan that was replayed last."""
+    def if_possible(self, decisions: Decisions) -> Cost | None:
+        """The cost of a plan that offloads nothing; None of one that cannot be carried out, without a reason, which
+        takes long to find."""
+        status = self._replayed(decisions)
+        if status == RUNS_TWICE:
+            return None
+        try:
+            return self._counted(decisions) if status == FOUND else self._simulated(decisions)
+        except PlanError:
+            return None
+
+    def _simulated(self, decisions: Decisions) -> Cost:
+        cost = simulate(self.graph, decisions)
+        return Cost(cost.peak_bytes, cost.added_seconds, cost.peak_values)
+
+    def _counted(self, decisions: Decisions) -> Cost:
+        """What the library has counted last."""
         peak, runs, seen, alive, place, recomputed = unpack_from("5qd", self._cost)
         costs, (own, low) = self.graph.runtime, self._seconds
         seconds = costs.choice + costs.run * runs + costs.saved_tensor * seen - costs.left_out
@@ -173,11 +190,13 @@ class Replay:
             PlanError: as :func:`ogc.simulate` does.
         """
         decisions = replace(decisions, policies=_saving(decisions), offloaded=())
-        graph, is_replayed = self.graph, self._library is not None and self._replayed(decisions)
-        *_, count, steps, sizes, needed = unpack("5qd4q", self._cost) if is_replayed else (0,) * 4
+        graph, status = self.graph, self._replayed(decisions)
+        if status == RUNS_TWICE:
+            raise PlanError("an operation must not run twice")
+        *_, count, steps, sizes, needed = unpack("5qd4q", self._cost) if status == FOUND else (0,) * 4
         if not count:  # nothing is compiled, or what is of an earlier version, or the plan cannot be carried out
             return Profile.of(graph, decisions, self(decisions))
-        cost = self._cost_of(decisions)
+        cost = self._counted(decisions)
         table = np.array((ctypes.c_int32 * (3 * count)).from_address(steps), np.int32).reshape(-1, 3)
         step_bytes = np.array((ctypes.c_int64 * count).from_address(sizes), np.int64)
         needs = list((ctypes.c_int32 * len(graph.values)).from_address(needed))
@@ -188,28 +207,29 @@ class Replay:
         during = np.where(table[:, 2] < 0, table[:, 1], table[:, 2])
         return Profile(graph, cost, step_bytes, seconds, during, {v: n for v, n in enumerate(needs) if n >= 0})
 
-    def _replayed(self, decisions: Decisions) -> bool:
-        """Count with the library; False where the plan cannot be carried out."""
+    def _replayed(self, decisions: Decisions) -> int:
+        """Count with the library; what it returns."""
         graph, library = self.graph, self._library
-        assert library is not None
+        if library is None:
+            return NO_PLAN
         if len(self._flat) > MOST_KNOWN:
             self._flat.clear()
         outermost, told = with_saved_end(graph, decisions.segments), graph.told
         whole = (range(one.start, one.stop) for one in outermost if told.in_recomputed and not one.parts)
         if not all(map(told.in_recomputed.isdisjoint, whole)):
-            return False
+            return NO_PLAN
         found, everywhere = [*map(self._flattened, outermost)], decisions.as_told(told).policies
         segments = b"".join([rows for _, rows, _ in found])
         policies = _packed(everywhere) + b"".join([policies for _, _, policies in found])
         is_low = bytearray(len(graph))
         for t in decisions.low_memory:
             if not 0 <= t < len(graph):
-                return False
+                return NO_PLAN
             is_low[t] = graph.operations[t].low_memory is not None
         columns = [array("B", column) for column in (segments, policies, is_low)]
         counts = len(segments) // ROW.size, len(everywhere)
         plan = array("q", (*counts, *(column.buffer_info()[0] for column in columns)))
-        return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
+        return int(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]))
 
     def _flattened(self, one: Segment) -> tuple[Segment, bytes, bytes]:
         """A segment, itself and its parts as rows, and their policies; the segments of other plans are known."""

@@ -106,7 +106,13 @@ Weigh = Callable[[Replay, Decisions], Candidate]
 
 
 def polished(
-    costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, weigh_away: Weigh | None = None
+    costs: Replay,
+    start: Candidate,
+    aim: Aim,
+    moves: int,
+    nested: bool = True,
+    enough: int = 0,
+    weigh_away: Weigh | None = None,
 ) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
@@ -117,6 +123,7 @@ def polished(
         moves: how many are tried.
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
+        enough: bytes of a peak that ends it.
         weigh_away: what weighs plans that may offload, and says when values are away; without it none may.
     """
     weigh = weigh_away or weigh_as_is
@@ -127,7 +134,7 @@ def polished(
     price_now = aim.price(now)
     hot = HOT / len(costs.graph)
     for number in range(moves):
-        if is_late():
+        if is_late() or best.peak_bytes <= enough:
             break
         if number and number * ROUNDS % moves < ROUNDS:
             now, price_now = best, best_price
@@ -135,9 +142,7 @@ def polished(
         decisions = moving.moved(now)
         if decisions is None or decisions == now.decisions:
             continue
-        try:
-            found = weigh(costs, decisions)
-        except PlanError:  # an operation would run twice that must not
+        if (found := _if_possible(costs, decisions, weigh_away)) is None:
             continue
         price_found = aim.price(found)
         if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
@@ -145,6 +150,17 @@ def polished(
             if price_found < best_price and not aim.excess(found):
                 best, best_price = found, price_found
     return best if best is start else _tidied(costs, best, aim, weigh)
+
+
+def _if_possible(costs: Replay, decisions: Decisions, weigh_away: Weigh | None) -> Candidate | None:
+    """The plan with its cost; None where it cannot be carried out."""
+    if weigh_away is None:
+        cost = costs.if_possible(decisions)
+        return None if cost is None else Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
+    try:
+        return weigh_away(costs, decisions)
+    except PlanError:  # an operation would run twice that must not
+        return None
 
 
 def _first(costs: Replay, start: Candidate, aim: Aim, weigh: Weigh) -> Candidate:

@@ -310,7 +310,7 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
         search.fastest(aim.budget)
         if aim.best([*search.found, *known.plans]) is None and aim not in known.answered:
             moves, least = LAST_MOVES * _moves(1, graph), min([search.least_peak, *known.plans])
-            known.learn([polished(search.costs, least, replace(aim, budget=None), moves)])
+            known.learn([polished(search.costs, least, replace(aim, budget=None), moves, enough=aim.budget)])
             if (fits := aim.best(known.plans)) is not None:
                 known.learn([polished(search.costs, fits, aim, moves)])
             if not is_late():

@@ -47,7 +47,7 @@ def test_the_documents_are_those_of_the_results():
     for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         assert len({line.count("|") for line in block.splitlines()}) == 1, block
     for name in {row.arch for row in rows()}:
-        assert f"\n| {name} |" in TEXT
+        assert TEXT.count(f"\n| {name} |") >= 2  # published, and solvers at batch 4
 
 
 def test_every_file_is_one_that_a_suite_writes_and_that_a_document_says_how_to_make():
@@ -113,6 +113,16 @@ def test_comparisons():
             ours = [row for row in found if row.is_ours]
             is_beaten = any(row.peak_bytes <= peer.peak_bytes and row.flops <= peer.flops for row in ours)
             assert is_beaten if peer.peak_bytes else peer.reason
+
+
+def test_each_part_of_the_search_gains_somewhere():
+    by_part = defaultdict(dict)
+    for row in BY_FILE["ablation.json"]["rows"]:
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
+        by_part[row["without"]][row["arch"], row["goal"]] = row["peak_bytes"]
+    whole = by_part.pop("nothing")
+    gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
+    assert gains["nested plans"] > 0.4 and gains["saved values"] > 0.15 and gains["recomputed values"] > 0.02
 
 
 def test_published_instances():

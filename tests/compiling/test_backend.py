@@ -1,11 +1,16 @@
 """backend="ogc": the numbers of backend="eager", bit by bit, at the peak that was planned."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+from helpers import trace_of_training
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import ogc
+from ogc.compiling import backend as backends
 from ogc.compiling import partitioner
 from ogc.compiling.backend import backend
 from ogc.operators import low_memory
@@ -89,19 +94,6 @@ def residual():
     return Residual(), torch.randn(256, 64)
 
 
-def trained(run, model, x, steps=2):
-    """Losses, gradients, buffers and the random stream of some steps."""
-    found = []
-    for _ in range(steps):
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(3)
-        result = run(x)
-        loss = sum(t.float().square().mean() for t in (result if isinstance(result, tuple) else (result,)))
-        loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-    return [*found, *(t.clone() for t in model.buffers()), torch.rand(1)]
-
-
 @pytest.fixture
 def plans(monkeypatch):
     """All plans that are made."""
@@ -130,9 +122,9 @@ def made(make):
 def test_numbers_are_eager_ones(make, options, plans):
     model, x = made(make)
     plain, x = made(make)
-    expected = trained(torch.compile(plain, backend="eager"), plain, x)
+    expected = trace_of_training(plain, torch.compile(plain, backend="eager"), (x,), 2)
     torch._dynamo.reset()
-    found = trained(torch.compile(model, backend=backend, options=options), model, x)
+    found = trace_of_training(model, torch.compile(model, backend=backend, options=options), (x,), 2)
     assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
     assert len(plans) == 1 and not plans[0].is_plain
 
@@ -157,7 +149,7 @@ def test_the_peak_is_the_planned_one(make, budget, plans):
 def test_all_graphs_of_a_model_share_a_budget(plans):
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(4, 32, 32)
-    expected = trained(torch.compile(model, backend="eager"), model, x)
+    expected = trace_of_training(model, torch.compile(model, backend="eager"), (x,), 2)
     torch._dynamo.reset()
     budget = 1_600_000
     run = torch.compile(model, backend=backend, options={"memory_budget": budget})
@@ -171,7 +163,7 @@ def test_all_graphs_of_a_model_share_a_budget(plans):
         model.zero_grad(set_to_none=True)
         peaks.append(peak_bytes(step, "cpu"))
     assert peaks[0] > budget >= peaks[1] == peaks[2] > 0.85 * budget
-    assert all(map(torch.equal, trained(run, model, x), expected))
+    assert all(map(torch.equal, trace_of_training(model, run, (x,), 2), expected))
 
 
 @pytest.mark.full
@@ -223,8 +215,28 @@ def test_new_sizes_run_by_the_plan(plans):
     planned = torch.compile(model, backend=backend, dynamic=True, options={"memory_budget": 0.6})
     for length in (24, 40, 36):
         x = torch.randn(4, length, 32)
-        assert all(map(torch.equal, trained(planned, model, x), trained(eager, model, x)))
+        assert all(
+            map(torch.equal, trace_of_training(model, planned, (x,), 2), trace_of_training(model, eager, (x,), 2))
+        )
     assert len(plans) == 1
+
+
+def test_a_model_that_nobody_holds_is_freed(plans):
+    torch.manual_seed(0)
+    model, x = Broken(2), torch.randn(4, 32, 32)
+    run = torch.compile(model, backend=backend, options={"memory_budget": 2_000_000})
+    for _ in range(2):
+        run(x).sum().backward()
+    held = [weakref.ref(model), *map(weakref.ref, parts_of_all())]
+    assert len(held) == 3
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert [one() for one in held] == [None] * 3 and not parts_of_all()
+
+
+def parts_of_all():
+    return [part for group in backends._groups.values() for part in group.step]
 
 
 def test_the_backend_has_a_name():

@@ -6,6 +6,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, layer_norm
 
+from ogc.compiling.joint import runs_once
 from ogc.compiling.kernels import Kernels, base_of, is_view
 from ogc.compiling.sharing import saved_bytes, shared
 
@@ -48,6 +49,16 @@ def test_what_a_product_reads_in_between_is_not_fused_across_it():
 def test_views_are_no_kernels():
     assert kernels(lambda x: x.view(8, 4).t().exp(), (4, 8)) == [["exp"]]
     assert is_view(torch.ops.aten.view.default) and not is_view(torch.ops.aten.exp.default)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_without_dropout_may_run_twice(dropout):
+    def attend(x):
+        return torch.ops.aten._scaled_dot_product_efficient_attention(x, x, x, None, True, dropout_p=dropout)[0]
+
+    gm = make_fx(attend, tracing_mode="fake")(torch.randn(2, 2, 4, 8, device="meta"))
+    (node,) = (node for node in gm.graph.nodes if "attention" in node.name)
+    assert runs_once(node) == bool(dropout)
 
 
 def test_parts_of_several_views_lie_in_what_was_divided():

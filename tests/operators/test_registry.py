@@ -152,9 +152,11 @@ def test_an_operator_with_a_low_memory_form_is_added_by_registering_it(threshold
     assert {op.internal_bytes for op in found} == {0}
     saved = [ogc.saved(0, len(graph))]
     assert graph.low_memory
-    for plan in (ogc.make_plan(graph, saved, low_memory=graph.low_memory), ogc.solve(graph, memory_budget="least")):
+    # the local search finds plans that peak at less without any
+    least = ogc.solve(graph, memory_budget="least", effort=0)
+    for plan in (ogc.make_plan(graph, saved, low_memory=graph.low_memory), least):
         optimised = ogc.apply(model, graph, plan)
-        assert ("low_memory.threshold(" in optimised.code) == bool(plan.decisions.low_memory)
+        assert "low_memory.threshold(" in optimised.code
         assert_same_training(model, optimised, (x,))
         assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.01)
         assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.01)

@@ -29,9 +29,10 @@ def compare(seed, plans=10):
         except ogc.PlanError as error:
             with pytest.raises(ogc.PlanError) as raised:
                 costs(decisions)
-            assert str(raised.value) == str(error)
+            assert str(raised.value) == str(error) and costs.if_possible(decisions) is None
             continue
         cost, found = costs(decisions), found + 1
+        assert cost == costs.if_possible(decisions)
         assert cost.peak_bytes == expected.peak_bytes, (seed, decisions)
         assert cost.peak_values == expected.peak_values
         assert cost.added_seconds == pytest.approx(expected.added_seconds)
@@ -86,6 +87,8 @@ def test_without_a_compiler_the_simulator_is_asked(monkeypatch):
     costs, decisions = Replay(graph), Decisions((ogc.saved(0, len(graph)),))
     assert not costs.is_compiled
     assert costs(decisions).peak_bytes == ogc.simulate(graph, decisions).peak_bytes
+    assert costs.if_possible(decisions) == costs(decisions)
+    assert costs.if_possible(Decisions((ogc.saved(0, len(graph) - 1),))) is None
 
 
 @needs_compiled

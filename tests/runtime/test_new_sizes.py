@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import runner_of, tensors_of
+from helpers import assert_same_step, runner_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,26 +100,6 @@ def looks(monkeypatch):
     lower = reuse.lower
     monkeypatch.setattr(reuse, "lower", lambda *args: seen.append(args) or lower(*args))
     return seen
-
-
-def run(module, model, x, before):
-    """One step from the buffers ``before``."""
-    model.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.data.copy_(value)
-    torch.manual_seed(2)
-    output = module(x)
-    output.square().mean().backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    return [*tensors_of(output), *gradients, *(b.clone() for b in model.buffers()), torch.rand(2)]
-
-
-def assert_same_step(optimised, model, x):
-    before = [buffer.clone() for buffer in model.buffers()]
-    plain = run(model, model, x, before)
-    ours = run(optimised, model, x, before)
-    assert all(map(torch.equal, ours, plain)), x.shape
-    assert [t.stride() for t in ours] == [t.stride() for t in plain]
 
 
 def optimised(model, x):

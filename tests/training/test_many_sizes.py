@@ -1,11 +1,11 @@
 """Trainings in which each batch has another size: every step has the plain model's bits, and runs by a plan."""
 
-import copy
 import importlib
 import random
 
 import pytest
 import torch
+from helpers import assert_same_step, tensors_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,26 +16,11 @@ pytestmark = pytest.mark.full
 reuse = importlib.import_module("ogc.parser.reuse")
 
 
-def step(module, model, inputs, before):
-    """What one step from the buffers ``before`` leaves; ``inputs`` may be changed by it."""
-    model.zero_grad()
-    for buffer, value in zip(model.buffers(), before, strict=True):
-        buffer.data.copy_(value)
-    torch.manual_seed(1)
-    found = module(*copy.deepcopy(inputs))
-    loss = sum(found.values()) if isinstance(found, dict) else found
-    loss.backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [loss.detach(), *gradients, *(buffer.clone() for buffer in model.buffers()), torch.rand(2)]
-
-
 def train(model, batches):
     """The report of an optimized model, each step of which was held against the plain one's."""
     made = ogc.optimize(model)
     for inputs in batches:
-        before = [buffer.clone() for buffer in model.buffers()]
-        plain, ours = (step(module, model, inputs, before) for module in (model, made))
-        assert len(plain) == len(ours) and all(map(torch.equal, plain, ours))
+        assert_same_step(made, model, *inputs, loss=lambda found: sum(tensors_of(found)))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:

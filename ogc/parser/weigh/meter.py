@@ -130,9 +130,7 @@ class Meter(TorchDispatchMode):
         inputs, outputs = self._tensors((args, kwargs)), self._tensors(result)
         known = {storage_id(tensor) for tensor in inputs}
         made = [t for t in outputs if storage_id(t) not in known]
-        packet = getattr(function, "overloadpacket", None)
-        count = flop_registry.get(packet)
-        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
+        flops = int(flops_of(function, args, kwargs, result))
         if made or flops or getattr(schema_of(function), "is_mutable", False):
             moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
             self.seconds += self.seconds_of(flops, moved, *_computed_in(function, outputs))
@@ -143,6 +141,12 @@ class Meter(TorchDispatchMode):
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
         self.peak = max(self.peak, self.fresh.bytes + copies)
         return result
+
+
+def flops_of(function: Any, args: Any, kwargs: Any, result: Any) -> int | torch.SymInt:
+    """FLOPs of an operator by PyTorch's counter; 0 of one that it does not know."""
+    count: Callable[..., int] | None = flop_registry.get(getattr(function, "overloadpacket", None))
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
 
 
 def _computed_in(function: Any, outputs: Sequence[torch.Tensor]) -> tuple[torch.dtype, bool]:
