@@ -20,10 +20,10 @@ PAGE = Path(__file__).with_name("api.md")
 PARTS = {
     "Training in less memory": ("optimize", "apply", "check", "Checker", "CheckReport", "Difference"),
     "What fits": ("estimate", "Estimate", "largest_batch", "largest_batches", "LargestBatch"),
-    "Graphs": ("parse", "Graph", "Operation", "Value", "GraphBuilder"),
+    "Graphs": ("parse", "Graph", "Operation", "Value", "Host", "GraphBuilder"),
     "Plans": (
         *("solve", "frontier", "Frontier", "chunk_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
-        *("make_plan", "saved", "recomputed", "Segment", "Policy", "Decisions"),
+        *("make_plan", "saved", "recomputed", "Segment", "Policy", "Offload", "Decisions"),
     ),
     "Compiled code": ("Partitioner",),
     "Errors": (

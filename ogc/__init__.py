@@ -19,12 +19,24 @@ if TYPE_CHECKING:
         ReplayError,
         SolveError,
     )
-    from .graph import Graph, Operation, Value
+    from .graph import Graph, Host, Operation, Value
     from .in_parts import PartsPlan
     from .optimizing import optimize
     from .parser import parse
     from .parser.custom import GraphBuilder
-    from .plan import Decisions, Frontier, Plan, Policy, Segment, load_plan, make_plan, recomputed, saved, simulate
+    from .plan import (
+        Decisions,
+        Frontier,
+        Offload,
+        Plan,
+        Policy,
+        Segment,
+        load_plan,
+        make_plan,
+        recomputed,
+        saved,
+        simulate,
+    )
     from .planned import apply
     from .rewrites.chunking import chunk_batch
     from .sizing.largest import LargestBatch, largest_batch, largest_batches
@@ -40,13 +52,13 @@ _HOMES = {
         *("CheckError", "DependencyError", "InputError", "OgcError"),
         *("ParseError", "PlanError", "ReplayError", "SolveError"),
     ),
-    "graph": ("Graph", "Operation", "Value"),
+    "graph": ("Graph", "Host", "Operation", "Value"),
     "in_parts": ("PartsPlan",),
     "optimizing": ("optimize",),
     "parser": ("parse",),
     "parser.custom": ("GraphBuilder",),
     "plan": (
-        *("Decisions", "Policy", "Frontier", "Plan", "Segment"),
+        *("Decisions", "Policy", "Frontier", "Offload", "Plan", "Segment"),
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "planned": ("apply",),

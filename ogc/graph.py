@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import ParseError, optional
+from .errors import InputError, ParseError, optional
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -155,6 +155,28 @@ class RuntimeCosts:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Where values may be offloaded to, and how quickly.
+
+    Attributes:
+        out, back: bytes per second of copies out of the device's memory, and of those back; more than 0.
+        values: those that may be offloaded; None for all that the caller does not hold.
+        folder: of the file that they go to; "" for pinned memory.
+        each: seconds that a step takes longer for each of them, however small.
+    """
+
+    out: float
+    back: float
+    values: frozenset[int] | None = None
+    folder: str = ""
+    each: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.out > 0 and self.back > 0):
+            raise InputError(f"bandwidth must be bytes per second, more than 0, not {self.out!r} and {self.back!r}")
+
+
+@dataclass(frozen=True)
 class Told:
     """What every plan of a graph keeps to, because the user said so; see :mod:`ogc.plan.told`.
 
@@ -198,6 +220,7 @@ class Graph:
         told: what every plan keeps to.
         free: the same graph where nothing is told, if something is.
         kinds: for each module, by its name, the names of its class and of those that this inherits from.
+        host: where plans may offload values to, if anywhere.
     """
 
     operations: tuple[Operation, ...]
@@ -215,6 +238,7 @@ class Graph:
     told: Told = FREE
     free: Graph | None = field(default=None, compare=False, repr=False)
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         written: set[int] = set()
@@ -352,6 +376,16 @@ class Graph:
     def returned(self) -> tuple[int, ...]:
         """The values that the caller releases before the backward."""
         return tuple(v for v, value in enumerate(self.values) if value.is_returned and not value.is_output)
+
+    @cached_property
+    def offloadable(self) -> frozenset[int]:
+        """The values that may be offloaded: those that the forward does not hand to the caller, as far as the host
+        takes them."""
+        if self.host is None:
+            return frozenset()
+        values = range(len(self.values)) if self.host.values is None else self.host.values
+        held = {v for v, value in enumerate(self.values) if value.is_output or value.is_returned}
+        return frozenset(v for v in values if v not in held and self.last_uses[v] < self.end)
 
     @cached_property
     def first_savers(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .plan.told import Entry, Instructions
 from .planned import OnDevice, Planning
-from .planning import Given, PlanOptions, Store, saved_plan
+from .planning import Given, Offloading, PlanOptions, Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
@@ -64,6 +64,8 @@ def optimize(
     keep: Iterable[Entry] = (),
     recompute: Iterable[Entry] = (),
     once: Iterable[Entry] = (),
+    offload: str | PathLike[str] | bool = False,
+    bandwidth: float | tuple[float, float] | None = None,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -127,6 +129,10 @@ def optimize(
         recompute: submodules of which nothing stays from the forward to the backward, but what one with submodules of
             its own hands on; see :func:`ogc.solve`.
         once: submodules whose operations never run twice.
+        offload: allow values to leave the device's memory between forward and backward, where that takes less time than
+            to recompute what is over the budget. On a CPU the path of a folder, in which a file without a name has
+            them, or True for the folder of temporary files; on CUDA True, for pinned memory. Needs a budget.
+        bandwidth: bytes per second of these copies, or a pair of them, out and back; measured where it is not given.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -174,7 +180,17 @@ def optimize(
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
-    options = PlanOptions(parsing, solving, store, planning_seconds)
+    offloading = Offloading.of(offload, bandwidth)
+    if offloading is not None:
+        others = {
+            "chunks=": chunks > 1, "compile=": backend is not None, "keep=, recompute= and once=": bool(said),
+            "solver=": solver != "optimal",
+        }  # fmt: skip
+        if named := [name for name, is_given in others.items() if is_given]:
+            raise InputError(f"offload= does not go with {', '.join(named)}; leave one of them out")
+        if device is None and not (solving.goal.is_bounded and max_overhead is None):
+            raise InputError("offload= is for a budget: give memory_budget= in bytes or as a share, or device_memory=")
+    options = PlanOptions(parsing, solving, store, planning_seconds, offloading)
     planning = Planning(options, chunks, Given(saved), backend, device, verify)
     return planning.result(model, sample_input, plain)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import InputError, ParseError, PlanError
-from .graph import MIB, Graph
+from .graph import MIB, Graph, Host
 from .parser import ParseOptions, Shapes, at_shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
 from .plan import Plan, SavedPlan, plan_on, simulate
@@ -34,7 +35,9 @@ from .plan.saving import VERSION
 from .plan.simulate import plain_peak
 from .process import within_seconds
 from .program.structures import Call, InputSpec
-from .solver import FAIR, Budget, Goal, SolveOptions
+from .runtime.copies import offloadable_values
+from .runtime.host import bandwidths
+from .solver import FAIR, Budget, Goal, SolveOptions, is_number
 from .solver.goal import in_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
@@ -309,6 +312,50 @@ def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
 
 
 @dataclass(frozen=True)
+class Offloading:
+    """Where values may be offloaded to: a folder, or with "" pinned memory; bytes per second out and back, if known."""
+
+    folder: str
+    bandwidth: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, offload: Any, bandwidth: Any) -> Offloading | None:
+        """What the arguments of :func:`ogc.optimize` mean.
+
+        Raises:
+            InputError: one of them is of the wrong kind, or there is no such folder.
+        """
+        if offload is False or offload is None:
+            if bandwidth is not None:
+                raise InputError("bandwidth= is that of offload=, which is not given")
+            return None
+        if offload is not True and not (isinstance(offload, (str, os.PathLike)) and os.path.isdir(offload)):
+            raise InputError(f"offload must be True or the path of a folder that is there, not {offload!r}")
+        pair = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
+        if bandwidth is not None and not (len(pair) == 2 and all(is_number(one) and one > 0 for one in pair)):
+            raise InputError(
+                f"bandwidth must be bytes per second, more than 0, or a pair of such numbers, not {bandwidth!r}"
+            )
+        return cls("" if offload is True else os.path.abspath(offload), None if bandwidth is None else pair)
+
+    def on(self, graph: Graph) -> Graph:
+        """The graph, whose plans may offload.
+
+        Raises:
+            InputError: the device takes no folder, or its bandwidth is not known.
+        """
+        device, folder = torch.device(graph.device), self.folder
+        if device.type == "cuda" and folder:
+            raise InputError("on CUDA values are offloaded to pinned memory: give offload=True, not a folder")
+        if device.type != "cuda":
+            folder = folder or tempfile.gettempdir()
+        if self.bandwidth is None and device.type not in ("cpu", "cuda"):
+            raise InputError(f"the bandwidth to {device.type} cannot be measured; give bandwidth= in bytes per second")
+        out, back, each = (*self.bandwidth, 0.0) if self.bandwidth else bandwidths(device, folder)
+        return replace(graph, host=Host(out, back, offloadable_values(graph), folder, each))
+
+
+@dataclass(frozen=True)
 class PlanOptions:
     """How a model and its parts are parsed and planned, where that is kept, and how many seconds each plan may take."""
 
@@ -316,6 +363,7 @@ class PlanOptions:
     solving: SolveOptions
     store: Store = NOWHERE
     seconds: float | None = None
+    offloading: Offloading | None = None
 
     @property
     def goal(self) -> Goal:
@@ -324,11 +372,12 @@ class PlanOptions:
 
     def parse(self, model: torch.nn.Module, sample_input: Any) -> Graph:
         """The graph of a call, as :func:`ogc.parse` makes it."""
-        return parsed(model, sample_input, self.parsing)
+        graph = parsed(model, sample_input, self.parsing)
+        return graph if self.offloading is None else self.offloading.on(graph)
 
     def of_submodule(self, name: str, module: torch.nn.Module) -> PlanOptions:
-        """The same for calls of a submodule."""
-        return replace(self, parsing=self.parsing.of_submodule(name, module))
+        """The same for calls of a submodule, which offload nothing."""
+        return replace(self, parsing=self.parsing.of_submodule(name, module), offloading=None)
 
     def within(self, budget: Budget | None) -> PlanOptions:
         """The same with another budget."""

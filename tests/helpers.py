@@ -157,7 +157,7 @@ def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
 
     def some(start: int, stop: int) -> tuple[tuple[int, Policy], ...]:
         inside = (v for v, t in enumerate(graph.producers) if start <= t < stop)
-        return tuple((v, rng.choice(list(Policy))) for v in inside if rng.random() < 0.3)
+        return tuple((v, rng.choice((Policy.SAVED, Policy.RECOMPUTED))) for v in inside if rng.random() < 0.3)
 
     def decided(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(

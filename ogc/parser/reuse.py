@@ -78,7 +78,8 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
         operations = tuple(_reused(op, fields) for op, fields in zip(known, seen, strict=True))
         values = values_of(traced, observation)
         found = replace(graph, operations=operations, values=values, program=again, outside=outside, free=None)
-    found = replace(found, program=replace(found.program, parse_graph=program.parse_graph, recorded=bare))
+    made = replace(found.program, parse_graph=program.parse_graph, recorded=bare)
+    found = replace(found, program=made, host=graph.host)
     return found if has_loss else _with_outside_of(graph, found)
 
 

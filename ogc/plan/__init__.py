@@ -1,9 +1,9 @@
 """Plans as plain data: decisions, the schedule that they mean, the simulator that verifies them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, pictures, plan.
+The files build on one another in this order: decisions, saving, schedule, queues, simulate, pictures, plan.
 """
 
-from .decisions import Decisions, Policy, Segment, recomputed, saved
+from .decisions import Decisions, Offload, Policy, Segment, recomputed, saved
 from .plan import Frontier, Plan, load_plan, make_plan, plain_plan, plan_from_text, plan_on, restored, text_of
 from .saving import Fingerprint, SavedPlan
 from .simulate import Event, Moment, Simulation, lower_bound, simulate, trace
@@ -14,6 +14,7 @@ __all__ = [
     "Fingerprint",
     "Frontier",
     "Moment",
+    "Offload",
     "Plan",
     "Policy",
     "SavedPlan",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import PlanError
 from ..graph import Graph, Told
@@ -22,10 +22,30 @@ class Policy(IntEnum):
     """Saved although a recomputed segment alone uses it: what makes it is not recomputed for that segment."""
     RECOMPUTED = 2
     """Not saved although it crosses a cut: every run that needs it recomputes it, however far back that lies."""
+    OFFLOADED = 3
+    """Saved, but not on the device: :class:`Offload` says from when to when."""
 
 
 Policies = tuple[tuple[int, Policy], ...]
 """Values and their policies, by ascending value."""
+
+
+class Offload(NamedTuple):
+    """A value of the forward that leaves the device's memory until its backward, and when.
+
+    The copy out starts behind the last operation that writes the value. The first step that needs the value again waits
+    for the copy back, and starts it where that comes before ``back``.
+
+    Attributes:
+        value: its number.
+        gone: the operation of the forward before which the copy out has ended and the bytes are free; the number of the
+            model's operations: before what follows its forward.
+        back: the operation before whose backward memory is taken and the copy back starts.
+    """
+
+    value: int
+    gone: int
+    back: int
 
 
 @dataclass(frozen=True, order=True)
@@ -69,12 +89,14 @@ class Decisions:
         policies: policies of single values in every run; they override those of segments.
         low_memory: operations that run as their low-memory variant, ascending; all others are PyTorch's own operators.
         is_plain: whether the model itself is to be run.
+        offloaded: the values that are :attr:`Policy.OFFLOADED`, ascending, whatever else is decided on them.
     """
 
     segments: tuple[Segment, ...]
     policies: Policies = ()
     low_memory: tuple[int, ...] = ()
     is_plain: bool = False
+    offloaded: tuple[Offload, ...] = ()
 
     @classmethod
     def of(cls, plan: Decided | Decisions | Iterable[Segment]) -> Decisions:
@@ -102,8 +124,17 @@ class Decisions:
 
     @property
     def saved_values(self) -> frozenset[int]:
-        """The values that the forward saves although a recomputed segment alone uses them."""
-        return frozenset(_with(Policy.SAVED, chain(self.policies, *(segment.policies for segment in self.segments))))
+        """The values that the forward saves although a recomputed segment alone uses them, offloaded ones too."""
+        own = _with(Policy.SAVED, chain(self.policies, *(segment.policies for segment in self.segments)))
+        return frozenset(own).union(one.value for one in self.offloaded)
+
+    @property
+    def policies_of_runs(self) -> Policies:
+        """All policies that hold in every run."""
+        if not self.offloaded:
+            return self.policies
+        out = {one.value: Policy.OFFLOADED for one in self.offloaded}
+        return tuple(sorted({**dict(self.policies), **out}.items()))
 
     def check(self, graph: Graph) -> None:
         """Raise PlanError unless the segments cover the graph, cut at its cuts, and each value can have its policy."""
@@ -114,6 +145,9 @@ class Decisions:
         for t in self.low_memory:
             if not 0 <= t < len(graph):
                 raise PlanError(f"the plan decides on operation {t}, which the graph lacks")
+        _check_moments(self.policies)
+        if self.offloaded:
+            _check_offloaded(graph, self.offloaded)
 
 
 def saved(start: int, stop: int) -> Segment:
@@ -179,11 +213,36 @@ def _with(wanted: Policy, policies: Iterable[tuple[int, Policy]]) -> tuple[int, 
     return tuple(v for v, policy in policies if policy is wanted)
 
 
+def _check_moments(policies: Policies) -> None:
+    if away := _with(Policy.OFFLOADED, policies):
+        raise PlanError(f"value {away[0]} is to be offloaded at no moment: give it as an ogc.Offload")
+
+
+def _check_offloaded(graph: Graph, offloaded: tuple[Offload, ...]) -> None:
+    if graph.host is None:
+        raise PlanError("the plan offloads values, and the graph has no host to offload them to; see ogc.Host")
+    may_leave, before = graph.offloadable, -1
+    for v, gone, back in offloaded:
+        if not before < v < len(graph.values):
+            raise PlanError(f"the plan offloads value {v}, which the graph lacks, or which follows value {before}")
+        name, before = graph.values[v].name, v
+        if v not in may_leave:
+            raise PlanError(f"value {name} cannot be offloaded: its caller or an opaque module holds it")
+        if not graph.last_uses[v] < gone <= graph.end:
+            raise PlanError(
+                f"value {name} cannot be gone before operation {gone}: the forward uses it up to operation "
+                f"{graph.last_uses[v]}, and ends with operation {graph.end - 1}"
+            )
+        if not 0 <= back < len(graph):
+            raise PlanError(f"value {name} is to be back before operation {back}, which the graph lacks")
+
+
 def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
     edges = [start, *(s.stop for s in segments)]
     if [s.start for s in segments] != edges[:-1] or edges[-1] != stop:
         raise PlanError(f"the segments do not cover operations {start} to {stop - 1} in order")
     for segment in segments:
+        _check_moments(segment.policies)
         if segment.stop <= segment.start or segment.stop not in allowed:
             raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
         for v, _ in segment.policies:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate, chain
 from pathlib import Path
-from struct import Struct, unpack
+from struct import Struct, unpack, unpack_from
 from typing import NamedTuple
 
 import numpy as np
@@ -21,14 +22,18 @@ from numpy.typing import NDArray
 
 from ..errors import PlanError
 from ..graph import Graph, Operation
-from .decisions import Decisions, Policies, Segment
-from .schedule import with_saved_end
-from .simulate import simulate
+from .decisions import Decisions, Offload, Policies, Policy, Segment
+from .queues import replayed, seconds_of
+from .schedule import Schedule, Trip, trips_of, with_saved_end
+from .simulate import Memory, simulate
 
 Array = NDArray[np.generic]
 
 ROW = Struct("4i")
 """Of a segment: start, stop, how many parts, how many policies."""
+
+IN_BACKWARD = -2
+"""In the place of ``Step.during``, of a backward."""
 
 FOUND, NO_PLAN, RUNS_TWICE = 0, 1, 2
 """What the library returns: that it counted, that the decisions do not fit the graph, and that an operation would run
@@ -44,6 +49,80 @@ class Cost(NamedTuple):
     peak_bytes: int
     added_seconds: float
     peak_values: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a plan takes step by step where what it may offload is saved.
+
+    Attributes:
+        graph: of the plan.
+        cost: of the plan.
+        step_bytes: of each step, the most bytes alive.
+        seconds: of each step.
+        during: of each step, its operation, in a recomputation the one whose backward waits for it.
+        needed: of values of the forward, the first step that needs them behind it.
+    """
+
+    graph: Graph
+    cost: Cost
+    step_bytes: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    during: NDArray[np.int32]
+    needed: dict[int, int]
+
+    @classmethod
+    def of(cls, graph: Graph, decisions: Decisions, cost: Cost) -> Profile:
+        """That of a plan as the schedule has it."""
+        every = tuple(Offload(v, len(graph), 0) for v in range(len(graph.values)))
+        schedule = Schedule(graph, decisions)
+        schedule.offloaded = every
+        memory, sizes = Memory(Schedule(graph, decisions)), []
+        for number, step in enumerate(schedule.steps):
+            before = len(memory.timeline)
+            memory.take(number, step)
+            sizes.append(max(event.bytes for event in memory.timeline[before:]))
+        during = [step.operation if step.during is None else step.during for step in schedule.steps]
+        needed = {v: trip.needed for v, trip in schedule.trips.items()}
+        arrays = np.array(sizes, np.int64), np.array(seconds_of(schedule)), np.array(during, np.int32)
+        return cls(graph, cost, *arrays, needed)
+
+    @cached_property
+    def starts(self) -> list[float]:
+        """When each step would begin, and the last end, if none waited; in seconds."""
+        return [0.0, *np.cumsum(self.seconds).tolist()]
+
+    @cached_property
+    def backwards(self) -> dict[int, int]:
+        """Of each operation, the first step of its backward."""
+        found: dict[int, int] = {}
+        for number, t in enumerate(self.during[len(self.graph) :].tolist(), len(self.graph)):
+            found.setdefault(t, number)
+        return found
+
+    def trips(self, offloaded: Iterable[Offload]) -> dict[int, Trip]:
+        """When these values are away."""
+        return trips_of(self.graph, offloaded, self.needed, self.backwards)
+
+    def bytes_of_steps(self, trips: Mapping[int, Trip]) -> NDArray[np.int64]:
+        """Of each step, the most bytes alive where values are away."""
+        change = np.zeros(len(self.step_bytes) + 1, np.int64)
+        for v, trip in trips.items():
+            change[trip.gone] -= self.graph.values[v].bytes
+            change[trip.back] += self.graph.values[v].bytes
+        found: NDArray[np.int64] = self.step_bytes + np.cumsum(change[:-1])
+        return found
+
+    def offloading(self, offloaded: Iterable[Offload]) -> Cost:
+        """The cost where these values are offloaded."""
+        graph, trips = self.graph, self.trips(offloaded)
+        assert graph.host is not None
+        alive = self.bytes_of_steps(trips)
+        added = replayed(graph.host, trips, [value.bytes for value in graph.values], self.starts).waiting
+        added += graph.host.each * len(trips)
+        peak = int(alive.argmax()) if len(alive) else 0
+        here = [v for v in self.cost.peak_values if v not in trips or not trips[v].gone <= peak < trips[v].back]
+        return Cost(int(max(alive.max(initial=0), 0)), self.cost.added_seconds + added, tuple(here))
 
 
 class Replay:
@@ -66,7 +145,7 @@ class Replay:
         if self._state is None:
             raise MemoryError("there is no memory to weigh plans in")
         weakref.finalize(self, self._library.ogc_delete, self._state)
-        self._cost = array("q", bytes(48))
+        self._cost = array("q", bytes(80))
         self._flat: dict[int, tuple[Segment, bytes, bytes]] = {}  # by the identity of the segment, which is held
 
     def __call__(self, decisions: Decisions) -> Cost:
@@ -75,10 +154,14 @@ class Replay:
         Raises:
             PlanError: as :func:`ogc.simulate` does.
         """
+        if decisions.offloaded and self.graph.host is not None:
+            decisions.check(self.graph)
+            return self.profile(decisions).offloading(decisions.offloaded)
         return self._counted(decisions) if self._replayed(decisions) == FOUND else self._simulated(decisions)
 
     def if_possible(self, decisions: Decisions) -> Cost | None:
-        """The cost of a plan; None of one that cannot be carried out, without a reason, which takes long to find."""
+        """The cost of a plan that offloads nothing; None of one that cannot be carried out, without a reason, which
+        takes long to find."""
         status = self._replayed(decisions)
         if status == RUNS_TWICE:
             return None
@@ -93,12 +176,36 @@ class Replay:
 
     def _counted(self, decisions: Decisions) -> Cost:
         """What the library has counted last."""
-        peak, runs, seen, alive, place, recomputed = unpack("5qd", self._cost)
+        peak, runs, seen, alive, place, recomputed = unpack_from("5qd", self._cost)
         costs, (own, low) = self.graph.runtime, self._seconds
         seconds = costs.choice + costs.run * runs + costs.saved_tensor * seen - costs.left_out
         seconds += recomputed + self._again + sum(low[t] - own[t] for t in decisions.low_memory)
         values = (ctypes.c_int32 * alive).from_address(place) if alive else ()
         return Cost(peak, seconds, tuple(sorted(values)))
+
+    def profile(self, decisions: Decisions) -> Profile:
+        """What a plan takes step by step where its offloaded values are saved.
+
+        Raises:
+            PlanError: as :func:`ogc.simulate` does.
+        """
+        decisions = replace(decisions, policies=_saving(decisions), offloaded=())
+        graph, status = self.graph, self._replayed(decisions)
+        if status == RUNS_TWICE:
+            raise PlanError("an operation must not run twice")
+        *_, count, steps, sizes, needed = unpack("5qd4q", self._cost) if status == FOUND else (0,) * 4
+        if not count:  # nothing is compiled, or what is of an earlier version, or the plan cannot be carried out
+            return Profile.of(graph, decisions, self(decisions))
+        cost = self._counted(decisions)
+        table = np.array((ctypes.c_int32 * (3 * count)).from_address(steps), np.int32).reshape(-1, 3)
+        step_bytes = np.array((ctypes.c_int64 * count).from_address(sizes), np.int64)
+        needs = list((ctypes.c_int32 * len(graph.values)).from_address(needed))
+        is_backward = table[:, 2] == IN_BACKWARD
+        own = graph.with_variants(decisions.low_memory)
+        seconds = np.where(is_backward, _backward_seconds(own)[table[:, 1]], np.array(own.repeat_seconds)[table[:, 1]])
+        seconds[: len(graph)] = [op.forward_seconds for op in own.operations]
+        during = np.where(table[:, 2] < 0, table[:, 1], table[:, 2])
+        return Profile(graph, cost, step_bytes, seconds, during, {v: n for v, n in enumerate(needs) if n >= 0})
 
     def _replayed(self, decisions: Decisions) -> int:
         """Count with the library; what it returns."""
@@ -134,6 +241,16 @@ class Replay:
             policies += policies_of_part
         self._flat[id(one)] = one, row, policies
         return self._flat[id(one)]
+
+
+def _saving(decisions: Decisions) -> Policies:
+    """The policies of all runs where what is offloaded is saved."""
+    every = dict(decisions.policies_of_runs)
+    return tuple((v, Policy.SAVED if policy is Policy.OFFLOADED else policy) for v, policy in every.items())
+
+
+def _backward_seconds(graph: Graph) -> NDArray[np.float64]:
+    return np.array([op.backward_seconds + op.again_seconds for op in graph.operations])
 
 
 def _packed(policies: Policies) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import groupby
+from itertools import accumulate, groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ..errors import DependencyError, InputError
 from ..graph import MIB, Graph, Operation
 from .decisions import Decisions, Segment
+from .queues import Queues, seconds_of
 from .schedule import Schedule
 from .simulate import Event, plain_peak, plain_timeline, trace
 
@@ -115,6 +116,7 @@ class Timeline:
         plain: edges and bytes of the plain model; None where they are not known.
         plain_peak: in bytes.
         is_plain: whether the plan is to run the plain model.
+        copies: of offloaded values: whether out of the device's memory, and from when to when, in operations run.
     """
 
     edges: NDArray[np.float64]
@@ -123,6 +125,7 @@ class Timeline:
     plain: tuple[NDArray[np.float64], NDArray[np.int64]] | None
     plain_peak: int
     is_plain: bool
+    copies: tuple[tuple[bool, float, float], ...] = ()
 
     @property
     def total(self) -> NDArray[np.int64]:
@@ -141,7 +144,23 @@ class Timeline:
             plain=None if events is None else (_edges(events), np.array([event.bytes for event in events], np.int64)),
             plain_peak=plain_peak(graph),
             is_plain=decisions.is_plain,
+            copies=_copies(graph, decisions) if decisions.offloaded else (),
         )
+
+
+def _copies(graph: Graph, decisions: Decisions) -> tuple[tuple[bool, float, float], ...]:
+    """When copies run, by the operations that run then: whoever waits stands still."""
+    schedule = Schedule(graph, decisions)
+    queues = Queues.of(schedule)
+    seconds = seconds_of(schedule)
+    for step, late in queues.waits:
+        seconds[step] += late
+    starts = [0.0, *accumulate(seconds)]
+
+    def place(time: float) -> float:
+        return float(np.interp(time, starts, range(len(starts))))
+
+    return tuple((one.is_out, place(one.start), place(one.stop)) for one in queues.copies)
 
 
 def _edges(events: Sequence[Event]) -> NDArray[np.float64]:
@@ -171,6 +190,7 @@ def plot_timeline(
     if budget is not None:
         label = f"budget, {mib(budget)}"
         handles.append(ax.axhline(budget / MIB, color=RED, linestyle="--", linewidth=1.5, label=label))
+    handles += _draw_copies(ax, timeline, top)
     _mark_peak(ax, timeline)
     _mark_phases(ax, timeline, top)
     ax.set_xlim(0, max(timeline.edges[-1], timeline.plain[0][-1] if timeline.plain is not None else 0, 1))
@@ -189,6 +209,20 @@ def _outline(ax: Axes, timeline: Timeline) -> Any:
     ax.fill_between(edges, 0, _steps(sizes), step="post", color=PALE, linewidth=0)
     ax.step(edges, _steps(sizes), where="post", color=GREY, linewidth=1)
     return Patch(facecolor=PALE, edgecolor=GREY, label=label)
+
+
+def _draw_copies(ax: Axes, timeline: Timeline, top: float) -> list[Any]:
+    """The two queues as rows at the foot of the picture, a bar for each copy."""
+    handles = []
+    for row, (is_out, label, colour) in enumerate(((True, "copies out", YELLOW), (False, "copies back", RED))):
+        bars = [(start, stop - start) for out, start, stop in timeline.copies if out == is_out]
+        if bars:
+            height = 0.02 * top
+            ax.broken_barh(
+                bars, (1.5 * row * height, height), facecolor=colour, edgecolor=BLACK, linewidth=0.3, zorder=3
+            )
+            handles.append(Patch(color=colour, label=label))
+    return handles
 
 
 def _steps(sizes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, PlanError, optional
 from ..graph import MIB, Graph, fold, price, table
-from .decisions import Decisions, Segment, saved
+from .decisions import Decisions, Offload, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
 from .simulate import lower_bound, plain_peak, simulate
@@ -36,6 +36,7 @@ class Plan:
         step_seconds, step_flops: of the plain step (forward and backward).
         recomputed_seconds, recomputed_flops: what recomputation adds to it.
         runtime_seconds: what the plan adds beside: low-memory operators, and the runtime's own work.
+        waiting_seconds: what operations wait for copies of offloaded values.
         solver: the name of the solver that chose it.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
@@ -59,6 +60,7 @@ class Plan:
     floor: tuple[int, float] | None = field(default=None, compare=False)
     free: tuple[int, float] | None = field(default=None, compare=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
+    waiting_seconds: float = 0.0
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -80,6 +82,11 @@ class Plan:
         """The operations that run as their low-memory variant; all others are PyTorch's own operators."""
         return self.decisions.low_memory
 
+    @property
+    def offloaded(self) -> tuple[Offload, ...]:
+        """The values that leave the device's memory between forward and backward, and when."""
+        return self.decisions.offloaded
+
     def deciding(self, decisions: Decisions, solver: str) -> Plan:
         """The plan of other decisions for the same graph, weighed by the simulator."""
         cost = simulate(self._known_graph, decisions)
@@ -90,17 +97,18 @@ class Plan:
             recomputed_seconds=cost.recomputed_seconds,
             recomputed_flops=cost.recomputed_flops,
             runtime_seconds=cost.runtime_seconds,
+            waiting_seconds=cost.waiting_seconds,
             solver=solver,
         )
 
     @property
     def added_seconds(self) -> float:
         """All that the plan adds to the plain step."""
-        return self.recomputed_seconds + self.runtime_seconds
+        return self.recomputed_seconds + self.runtime_seconds + self.waiting_seconds
 
     @property
     def overhead(self) -> float:
-        """Time that the plan adds, recomputation and the runtime's own, over that of the plain step."""
+        """Time that the plan adds, recomputation, waiting and the runtime's own, over that of the plain step."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -240,6 +248,11 @@ class Plan:
                 "ms more",
             ]
             texts.append(table(header, [*_low_memory_rows(self._known_graph, self.decisions)]))
+        if known and self.offloaded:
+            header = ["offloaded", "made by", "module", "MiB", "gone before", "back before", "needed by"]
+            texts.append(table(header, [*_offloaded_rows(Schedule(self._known_graph, self.decisions))]))
+            share = self.waiting_seconds / self.step_seconds if self.step_seconds else 0.0
+            texts.append(f"operations wait for copies {share:+.1%} time")
         texts.append(
             "recomputation {:+.1%}, runtime {:+.1%} time".format(*shares)
             + f"; no plan of any kind below {self.lower_bound / MIB:.1f} MiB; {sum(map(len, blocks))} segments"
@@ -322,6 +335,24 @@ def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, 
         yield (str(t), op.target, op.module, *(f"{number:.2f}" for number in numbers))
 
 
+def _offloaded_rows(schedule: Schedule) -> Iterator[tuple[str, ...]]:
+    """A row per offloaded value: the operations before which it is gone and, in the backward, back."""
+    graph, steps = schedule.graph, schedule.steps
+    for v, gone, back in schedule.offloaded:
+        op, trip = graph.operations[graph.producers[v]], schedule.trips.get(v)
+        step = None if trip is None else steps[trip.needed]
+        need = "nothing" if step is None else str(step.operation if step.during is None else step.during)
+        yield (
+            graph.values[v].name,
+            op.target,
+            op.module,
+            f"{graph.values[v].bytes / MIB:.2f}",
+            str(gone),
+            str(back),
+            need,
+        )
+
+
 def plain_plan(graph: Graph) -> Plan:
     """The plan that runs the model as it is, once it has looked whether a call needs no other."""
     peak = plain_peak(graph)
@@ -347,6 +378,7 @@ def make_plan(
     *,
     recomputed_values: Iterable[int] = (),
     low_memory: Iterable[int] = (),
+    offloaded: Iterable[Offload] = (),
 ) -> Plan:
     """The plan of given decisions, weighed by the simulator.
 
@@ -358,13 +390,15 @@ def make_plan(
         recomputed_values: values that are not saved where they cross a cut either.
         low_memory: operations to run as their low-memory variant, as far as they have one, besides those of
             ``decisions``; see :attr:`ogc.Graph.low_memory`.
+        offloaded: values to offload to the graph's :attr:`ogc.Graph.host`, besides those of ``decisions``.
 
     Raises:
-        PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
-            that must not.
+        PlanError: the segments are not cut where the graph may be cut, an operation would run twice
+            that must not, or a value cannot be offloaded.
     """
     decided = Decisions.of(decisions).recomputing(recomputed_values)
     decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})), is_plain=False)
+    decided = replace(decided, offloaded=tuple(sorted({*decided.offloaded, *offloaded})))
     return plain_plan(graph).deciding(decided, solver)
 
 

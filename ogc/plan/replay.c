@@ -47,8 +47,12 @@ typedef struct {
 
 typedef struct {
     int64_t peak_bytes, runs, seen_tensors, alive;
-    const int32_t *peak_values; /* of each copy alive at the peak; good until the next plan */
+    const int32_t *peak_values; /* of each copy alive at the peak; this and what follows: good until the next plan */
     double recomputed_seconds;
+    int64_t step_count;
+    const void *steps;         /* Step */
+    const int64_t *step_bytes; /* of each step, the most bytes alive */
+    const int32_t *needed;     /* of each value, the first step that needs the forward's copy behind it; -1: none */
 } Cost;
 
 typedef struct {
@@ -83,6 +87,8 @@ typedef struct {
     int32_t *made, generation;            /* for each run and value */
     int32_t *place;                       /* for each run and value, its place in copies, if that is there */
     int32_t *head, *peak_values;
+    int64_t *step_bytes, bytes_room;
+    int32_t *needed_at, *first_step; /* of a value; of a run, its first step, -1: none */
 } State;
 
 static void *room_for(State *s, void *items, int64_t *room, int64_t count, size_t size) {
@@ -102,6 +108,7 @@ static int are_policies(const Graph *g, const Policy *policy, int64_t count, int
     for (int64_t i = 0; i < count; i++) {
         int32_t v = policy[i].value;
         if (v < 0 || v >= g->values || g->producers[v] < start || g->producers[v] >= stop) return 0;
+        if (policy[i].policy != KEPT && policy[i].policy != REMADE) return 0;
     }
     return 1;
 }
@@ -304,8 +311,14 @@ static Copy *copy_of(const State *s, int32_t run, int32_t v) {
     return place < s->copy_count && copy->run == run && copy->value == v ? copy : NULL;
 }
 
+/* Note that a step needs the copy of a run; a recomputation begins with all that it starts from. */
 static void note(State *s, int32_t run, int32_t v, int32_t step) {
     Copy *copy = copy_of(s, run, v);
+    if (run == FORWARD && step >= s->graph->operations) {
+        const Step *at = s->steps + step;
+        int32_t begins = at->during == IN_BACKWARD ? step : s->first_step[at->run];
+        if (s->needed_at[v] < 0 || begins < s->needed_at[v]) s->needed_at[v] = begins;
+    }
     if (!copy) {
         copy = s->copies + s->copy_count;
         *copy = (Copy){.run = run, .value = v, .born = -1};
@@ -319,7 +332,12 @@ static int set_last_needs(State *s) {
     const Graph *g = s->graph;
     s->copies = room_for(s, s->copies, &s->copy_room, s->count * g->values, sizeof *s->copies);
     s->head = room_for(s, s->head, &s->head_room, s->step_count, sizeof *s->head);
+    s->step_bytes = room_for(s, s->step_bytes, &s->bytes_room, s->step_count, sizeof *s->step_bytes);
     if (s->failed) return NO_MEMORY;
+    memset(s->step_bytes, 0, (size_t)s->step_count * sizeof *s->step_bytes);
+    memset(s->needed_at, -1, (size_t)g->values * sizeof *s->needed_at);
+    for (int32_t n = s->step_count - 1; n >= 0; n--)
+        if (s->steps[n].during >= 0) s->first_step[s->steps[n].run] = n;
     for (int32_t n = 0; n < s->step_count; n++) {
         const Step *step = s->steps + n;
         int32_t t = step->operation;
@@ -347,11 +365,12 @@ static int set_last_needs(State *s) {
 }
 
 typedef struct {
-    int64_t live, peak;
+    int64_t live, peak, *step_bytes; /* of the step in question */
     int32_t events, peak_event;
 } Memory;
 
 static void record(Memory *m, int64_t extra) {
+    if (m->live + extra > *m->step_bytes) *m->step_bytes = m->live + extra;
     if (m->live + extra > m->peak) m->peak = m->live + extra, m->peak_event = m->events;
     m->events++;
 }
@@ -371,6 +390,7 @@ static void take(State *s, Memory *m, int32_t n) {
     const Graph *g = s->graph;
     const Step step = s->steps[n];
     int32_t t = step.operation, taken = g->takes_over[t];
+    m->step_bytes = s->step_bytes + n;
     const Variant *f = variant(s, t);
     if (step.during == IN_BACKWARD) {
         record(m, f->backward[t]);
@@ -406,7 +426,8 @@ State *ogc_new(const Graph *graph) {
     s->everywhere = calloc(v, 1), s->policies = calloc(v, 1), s->kept = calloc(v, 1);
     s->needed = calloc(v, sizeof(int32_t)), s->wanted = calloc(v, sizeof(int32_t));
     s->failed = !(s->leaf_of && s->keepers && s->alive && s->keeps && s->everywhere && s->policies && s->kept);
-    s->failed |= !(s->needed && s->wanted);
+    s->needed_at = calloc(v, sizeof(int32_t));
+    s->failed |= !(s->needed && s->wanted && s->needed_at);
     return s;
 }
 
@@ -424,11 +445,14 @@ static void set_room(State *s, int64_t segments) {
     free(s->made), free(s->place);
     s->made = calloc((size_t)copies + 1, sizeof(int32_t)), s->place = calloc((size_t)copies + 1, sizeof(int32_t));
     free(s->runs), free(s->backwards), free(s->last_part), free(s->previous), free(s->policy_at);
+    free(s->first_step);
+    s->first_step = malloc((size_t)runs * sizeof *s->first_step);
     s->runs = malloc((size_t)runs * sizeof *s->runs);
     s->backwards = malloc(3 * (size_t)runs * sizeof(int32_t));
     s->last_part = malloc((size_t)runs * sizeof(int32_t)), s->previous = malloc((size_t)runs * sizeof(int32_t));
     s->policy_at = malloc((size_t)runs * sizeof(int32_t));
     s->failed |= !(s->made && s->place && s->runs && s->backwards && s->last_part && s->previous && s->policy_at);
+    s->failed |= !s->first_step;
     s->run_room = runs;
 }
 
@@ -462,9 +486,11 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
     set_keepers(s);
     if (set_steps(s) != FOUND || set_last_needs(s) != FOUND) return NO_MEMORY;
 
-    Memory memory = {0, -1, 0, 0};
+    Memory memory = {.peak = -1};
     for (int32_t n = 0; n < s->step_count; n++) take(s, &memory, n);
     *cost = (Cost){.peak_bytes = memory.peak > 0 ? memory.peak : 0, .runs = s->count - 1};
+    cost->step_count = s->step_count, cost->steps = s->steps, cost->step_bytes = s->step_bytes;
+    cost->needed = s->needed_at;
     for (int32_t number = 1; number < s->count; number++)
         for (int32_t i = s->runs[number].program; i < s->runs[number].program_stop; i++)
             cost->recomputed_seconds += variant(s, s->programs[i])->repeat_seconds[s->programs[i]];

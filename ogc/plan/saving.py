@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..graph import Graph, Operation
-from .decisions import Decisions, Policies, Policy, Segment
+from .decisions import Decisions, Offload, Policies, Policy, Segment
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,8 @@ def structure_of(graph: Graph) -> tuple[Any, ...]:
     """All of a graph that plans depend on but times."""
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
     where, told = graph.device.partition(":")[0], (sorted(graph.told.saved), sorted(graph.told.recomputed))
-    return astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes, told
+    found = astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes, told
+    return found if graph.host is None else (*found, "offloads", graph.host.values and sorted(graph.host.values))
 
 
 def _named(op: Operation) -> str:
@@ -203,6 +204,7 @@ def write_at_once(path: str | os.PathLike[str], text: str) -> None:
 
 def _written(plan: SavedDecisions) -> dict[str, Any]:
     decisions = plan.decisions
+    away = {str(v): moments for v, *moments in decisions.offloaded}
     return {
         "name": plan.name,
         "fingerprint": asdict(plan.fingerprint),
@@ -210,6 +212,7 @@ def _written(plan: SavedDecisions) -> dict[str, Any]:
         "low_memory": decisions.low_memory,
         "policies": _written_policies(decisions.policies),
         "segments": list(map(_written_segment, decisions.segments)),
+        **({"offloaded": away} if away else {}),
     }
 
 
@@ -250,6 +253,7 @@ def _read_decisions(found: Mapping[str, Any]) -> SavedDecisions:
         _read_policies(found["policies"]),
         tuple(sorted(map(index, found["low_memory"]))),
         bool(found["is_plain"]),
+        tuple(sorted(Offload(int(v), *map(index, moments)) for v, moments in found.get("offloaded", {}).items())),
     )
     return SavedDecisions(decisions, _read_fingerprint(found["fingerprint"]), _text(found["name"]))
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..graph import Graph
-from .decisions import Decided, Decisions, Policy, Segment, saved, up_to
+from .decisions import Decided, Decisions, Offload, Policy, Segment, saved, up_to
 
 FORWARD = 0
 
@@ -60,12 +60,26 @@ class Step(NamedTuple):
     during: int | None = None
 
 
+class Trip(NamedTuple):
+    """When an offloaded value is away, in numbers of steps: those before which, or with ``made`` behind which.
+
+    ``made``, its content is final and the copy out starts; ``gone``, its bytes are free; ``back``, memory is taken and
+    the copy back starts; ``needed``, it has to be there.
+    """
+
+    made: int
+    gone: int
+    back: int
+    needed: int
+
+
 class Schedule:
     """The runs of a plan over a graph, in the order in which they are carried out.
 
     Attributes:
         graph: the operations in the variants that the plan runs.
         keeps_internals: for each operation, whether the internal tensors of its forward stay for its backward.
+        offloaded: what the plan offloads, whether or not a backward needs it.
 
     Raises:
         PlanError: the decisions do not fit the graph, an operation would run twice that must not, or a value would stay
@@ -76,8 +90,9 @@ class Schedule:
         decisions.check(graph)
         decisions = decisions.as_told(graph.told)
         self.graph = graph = graph.with_variants(decisions.low_memory)
-        self.runs: list[Run] = [Run(0, len(graph), policies=dict(decisions.policies))]
+        self.runs: list[Run] = [Run(0, len(graph), policies=dict(decisions.policies_of_runs))]
         self.keeps_internals = graph.keeps_internals_with(decisions.saved_values)
+        self.offloaded = decisions.offloaded
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, with_saved_end(graph, decisions.segments))
         for start, stop in self.runs[FORWARD].saved if graph.told.in_recomputed else ():
@@ -156,7 +171,7 @@ class Schedule:
         match run.policies.get(v):
             case None:  # what is used beyond the region is there from then
                 return self.graph.producers[v] >= run.start and self.graph.last_uses[v] < run.stop
-            case Policy.SAVED:
+            case Policy.SAVED | Policy.OFFLOADED:
                 return False
             case Policy.RECOMPUTED:
                 return True
@@ -203,6 +218,25 @@ class Schedule:
                 steps.append(Step(number, t, is_backward=True))
         return tuple(steps)
 
+    @cached_property
+    def trips(self) -> dict[int, Trip]:
+        """The offloaded values that some step needs behind the forward, by the order of their copies out.
+
+        A recomputation begins with all that it starts from.
+        """
+        if not self.offloaded:
+            return {}
+        needed: dict[int, int] = {}
+        starts: dict[int, int] = {}  # of each operation, the first step of its backward
+        first: dict[int, int] = {}  # of each recomputation, its first step
+        for number, step in enumerate(self.steps[len(self.graph) :], len(self.graph)):
+            starts.setdefault(step.operation if step.during is None else step.during, number)
+            begins = number if step.is_backward else first.setdefault(step.run, number)
+            for run, v in self.reads(step):
+                if run == FORWARD:
+                    needed[v] = min(begins, needed.get(v, begins))
+        return trips_of(self.graph, self.offloaded, needed, starts)
+
     def _asks_for(self, number: int, t: int) -> bool:
         saves = self.graph.operations[t].saves
         return self.keepers[t] == number or any(self.source(number, v) != FORWARD for v in saves)
@@ -244,6 +278,22 @@ class Schedule:
         for copy, number in self.last_needs.items():
             found[number].append(copy)
         return found
+
+
+def trips_of(
+    graph: Graph, offloaded: Iterable[Offload], needed: Mapping[int, int], starts: Mapping[int, int]
+) -> dict[int, Trip]:
+    """The trips of those values that are ``needed`` behind the forward, in the order of their copies out.
+
+    Args:
+        graph: of the plan.
+        offloaded: what it offloads.
+        needed: of such values, the first step.
+        starts: of operations, the first step of their backward.
+    """
+    writes = graph.last_writes
+    away = sorted((writes[v], v, gone, back) for v, gone, back in offloaded if v in needed)
+    return {v: Trip(made, gone, min(starts[back], needed[v]), needed[v]) for made, v, gone, back in away}
 
 
 def with_saved_end(graph: Graph, segments: Sequence[Segment]) -> Sequence[Segment]:

@@ -1,8 +1,8 @@
 """The simulator: a replay of forward and backward that counts every live byte of a plan.
 
 It shares no code with any solver, and tests hold it against the allocator. Step by step of the schedule, it counts each
-copy of a value from the step that makes it to the last that needs it, saved internal tensors, temporaries of each
-operation, outputs, and the gradients alive during each backward.
+copy of a value from the step that makes it to the last that needs it, but not while it is offloaded; saved internal
+tensors, temporaries of each operation, outputs, and the gradients alive during each backward.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from ..graph import Graph
 from .decisions import Decided, Decisions, Segment, saved
+from .queues import Queues
 from .schedule import FORWARD, Schedule, Step
 
 AnyMemory = TypeVar("AnyMemory", bound="Memory")
@@ -37,6 +38,7 @@ class Simulation:
         recomputed_seconds, recomputed_flops: of recomputation.
         runtime_seconds: what the plan takes beside: low-memory operators, and the runtime's own work.
         timeline: one event per operation run.
+        waiting_seconds: what operations wait for copies of offloaded values.
     """
 
     peak_bytes: int
@@ -45,11 +47,12 @@ class Simulation:
     recomputed_flops: int
     runtime_seconds: float
     timeline: tuple[Event, ...]
+    waiting_seconds: float = 0.0
 
     @property
     def added_seconds(self) -> float:
         """All that the plan adds to the plain step."""
-        return self.recomputed_seconds + self.runtime_seconds
+        return self.recomputed_seconds + self.runtime_seconds + self.waiting_seconds
 
     @property
     def peak_event(self) -> Event:
@@ -104,6 +107,7 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
         recomputed_flops=sum(ops[t].forward_flops for t in again) + sum(op.again_flops for op in ops),
         runtime_seconds=planned.step_seconds - graph.step_seconds + runtime_seconds(schedule),
         timeline=tuple(memory.timeline),
+        waiting_seconds=Queues.of(schedule).waiting,
     )
 
 
@@ -111,7 +115,8 @@ def runtime_seconds(schedule: Schedule) -> float:
     """Time of the host that a plan takes beside its operators, less what only the plain model does."""
     costs, ops = schedule.graph.runtime, schedule.graph.operations
     seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.saved for t in range(a, b))
-    return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
+    copies = schedule.graph.host.each * len(schedule.trips) if schedule.graph.host else 0.0
+    return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen + copies - costs.left_out
 
 
 def replay(memory: AnyMemory) -> AnyMemory:
@@ -135,9 +140,18 @@ class Memory:
         self.peak_bytes = -1
         self.peak_event = 0
         self.gone: list[tuple[int, int, int]] = []  # (value, first event, event from which it is gone)
+        self.leaving: dict[int, list[int]] = {}  # the offloaded values that leave before a step, by its number
+        self.returning: dict[int, list[int]] = {}
+        for v, trip in schedule.trips.items():
+            self.leaving.setdefault(trip.gone, []).append(v)
+            self.returning.setdefault(trip.back, []).append(v)
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
+        for v in self.leaving.get(number, ()):
+            self._drop((FORWARD, v))
+        for v in self.returning.get(number, ()):
+            self._add((FORWARD, v))
         (self._backward if step.is_backward else self._forward)(number, step)
 
     def _forward(self, number: int, step: Step) -> None:

@@ -29,6 +29,7 @@ from ..program.program import attribute, storage_of, tensor_leaves
 from ..torch_state.compare import digest
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.settings import Flags, State, digest_of_states, random_states, set_random_states
+from .copies import Copies
 from .held import (
     Argument,
     Bound,
@@ -38,13 +39,18 @@ from .held import (
     detached,
     differentiable,
     dropped,
+    fetched,
     in_parts,
     kept,
     unpack,
 )
+from .host import Home
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward; KEEP - 1 - t, one that recomputing t uses."""
+
+AWAY = -(2**40)
+"""AWAY - v marks a saved tensor in the storage of value v, which is offloaded."""
 
 DROP = -(2**62)
 """Marks a saved tensor that no backward asks for: nothing is held."""
@@ -81,6 +87,7 @@ class Step:
         bound: Sequence[Any],
         devices: tuple[torch.device, ...],
         flags: Flags,
+        home: Home | None = None,
     ) -> None:
         self.model = model
         self.codes = codes
@@ -93,6 +100,7 @@ class Step:
         self.returned: dict[int, Marks] = {}  # of what opaque modules returned, by operation
         self.seen: dict[int, Bound] = {}  # what recomputation reads of these, by place, as it was in the forward
         self.lock = RLock()
+        self.copies = None if home is None else Copies(home, self.lock)
         self.cast = cast
 
     def note(self, places: Sequence[int]) -> None:
@@ -218,7 +226,7 @@ class Frame:
 
         Where the graph is kept for another backward, those from the forward stay: the others can be made again.
         """
-        values = differentiable([self.held[name] for name in names])
+        values = differentiable([fetched(self.held[name]) for name in names])
         keeps = keeps_graph()
         for name in list(self.givers if keeps else self.held):
             del self.held[name], self.versions[name]
@@ -367,6 +375,9 @@ class Frame:
             return self, slot
         if slot == DROP:
             return dropped(tensor)
+        if slot <= AWAY:
+            assert self.step.copies is not None
+            return self.step.copies.pack(AWAY - slot, tensor)
         return kept(tensor) if slot == KEEP else self._note(slot, tensor)
 
     def _note(self, slot: int, tensor: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.opaque import Opaque, OpaqueCall
 from ..program.program import Place, Program, Saved, TensorRef, leaves_of
-from .frame import DROP, KEEP, RunCode
+from .frame import AWAY, DROP, KEEP, RunCode
 from .held import dropped, unpack
 from .layout import Layout, argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
 
@@ -85,8 +85,9 @@ def generate(graph: Graph, plan: Plan, numbers: Collection[Place] = ()) -> Gener
     """
     named = {place: f"{_prefix(graph.program)}{n}" for n, place in enumerate(sorted(numbers))}
     layout = Layout(replace(graph, program=with_names(graph.program, named)) if named else graph, plan.decisions)
+    forward = _ForwardWriter(layout)
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
-    source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
+    source = "\n\n".join([forward.text(), *(writer.text() for writer in again)])
     targets = [node.target for node in graph.program.operations]
     variants = SimpleNamespace(**{variant.__name__: variant for variant in layout.variants()})
     names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": variants}
@@ -100,6 +101,7 @@ def generate(graph: Graph, plan: Plan, numbers: Collection[Place] = ()) -> Gener
     exec(compile(source, filename, "exec"), names)
     weakref.finalize(names["forward"].__code__, linecache.cache.pop, filename, None)  # goes with all that it names
     runs = {writer.number: writer.code(names[f"run_{writer.number}"]) for writer in again}
+    runs |= {FORWARD: forward.code()} if forward.hooked else {}
     return Generated(source, names["forward"], *layout.bound_names(), runs, named)
 
 
@@ -185,7 +187,47 @@ class _ForwardWriter:
         for number, run in enumerate(layout.schedule.runs[1:], 1):
             self.opened.setdefault(run.start, []).append(number)
             self.closed.setdefault(run.stop, []).append(number)
+        self.last: dict[torch.fx.Node, tuple[int, bool]] = {}  # where a node was used last, before runs hold it
         self.frees = self._frees()
+        in_forward = [t for start, stop in layout.schedule.runs[FORWARD].saved for t in range(start, stop)]
+        self.hooked = [  # operations of the forward's own segments that save what is offloaded
+            t for t in in_forward if t < len(layout.operations) and any(map(self._is_away, layout.saves[t]))
+        ]
+        self.copies = self._copies()
+
+    def _is_away(self, saved: Saved) -> bool:
+        return self.layout.offloaded_in(saved) is not None
+
+    def code(self) -> RunCode:
+        """The table of the forward's frame, which sees what ``hooked`` save; it is never run again."""
+        marks = tuple(mark_of(self.layout, t, k) for t in self.hooked for k in range(len(self.layout.saves[t])))
+        return RunCode(FORWARD, marks, (), _nothing, (), {})
+
+    def _copies(self) -> dict[int, list[str]]:
+        """Statements on offloaded values behind each operation."""
+        layout, lines = self.layout, dict[int, list[str]]()
+        fetched: dict[int, list[tuple[int, int]]] = {}  # behind operations before whose backward values are fetched
+        places = {ref: v for ref, v in layout.program.storages.items() if v in layout.trips}
+        for v, trip in layout.trips.items():
+            node = layout.operations[trip.made]
+            ref = next(ref for ref, value in places.items() if value == v and ref.node == node.name)
+            lines.setdefault(trip.made, []).append(f"copies.out({v}, {node.name}, {ref.index})")
+            step = layout.schedule.steps[trip.back]
+            if trip.back < trip.needed:
+                t = step.operation if step.during is None else step.during
+                fetched.setdefault(t, []).append((trip.needed, v))
+        for t, values in fetched.items():
+            numbers = ", ".join(str(v) for _, v in sorted(values))
+            lines.setdefault(t, []).append(f"copies.before_backward({layout.operations[t].name}, {numbers})")
+        for node, (t, _) in self.last.items():
+            if layout.is_offloaded(node) and self.frees_at.get(node, (t, False)) != (t, False):
+                lines.setdefault(t, []).append(f"{node.name} = {layout.stand_in(node)}")
+        return lines
+
+    def _left(self, place: int) -> list[str]:
+        """The statement that lets go of values before an operation."""
+        values = [v for v, trip in self.layout.trips.items() if trip.gone == place]
+        return [f"copies.leave({', '.join(map(str, values))})"] if values else []
 
     def text(self) -> str:
         graph = self.layout.program.graph
@@ -193,7 +235,11 @@ class _ForwardWriter:
         output = next(node for node in graph.nodes if node.op == "output")
         saved = sorted((ends, n) for n, run in enumerate(self.layout.schedule.runs) for ends in run.saved)
         saved = [(ends, n) for ends, n in saved if ends[0] < len(self.layout.operations)]  # the rest is the caller's
-        lines = [line for (start, stop), number in saved for line in self._segment(start, stop, number)]
+        lines = ["copies = step.copies"] if self.layout.trips else []
+        lines += ["frame_0 = step.open(0)"] if self.hooked else []
+        lines += [line for (start, stop), number in saved for line in self._segment(start, stop, number)]
+        lines += ["frame_0.close()"] if self.hooked else []
+        lines += self._left(len(self.layout.operations))
         lines.append(f"return {argument(output.args[0])}")
         return _function(f"forward({', '.join(['step', *placeholders, *self.layout.bound])})", lines)
 
@@ -219,10 +265,13 @@ class _ForwardWriter:
             if number:
                 lines = self._within_frame(t, number, lines[0])
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
-        if not number and any(saved.unneeded for saved in self.layout.saves[t]):
+        if not number and t in self.hooked:
+            lines[-1] = f"with saved_tensors_hooks(frame_0.pack, unpack): {lines[-1]}"
+        elif not number and any(saved.unneeded for saved in self.layout.saves[t]):
             lines[-1] = f"with saved_tensors_hooks(dropped, unpack): {lines[-1]}"
         if t in self.draws:
             lines = [f"step.remember_random({t})", *lines, f"step.remember_drawn({t}, {node.name})"]
+        lines = [*self._left(t), *lines, *self.copies.get(t, ())]
         lines[-1] += freed
         return lines
 
@@ -256,10 +305,12 @@ class _ForwardWriter:
                 last[node] = (self.layout.position.get(node, 0), False)
             for used in node.all_input_nodes:
                 last[used] = (self.layout.position.get(node, len(self.layout.operations)), False)
+        self.last = dict(last)
         for held, run in zip(self.layout.held, self.layout.schedule.runs, strict=True):
             for node, source in held.items():
                 if source == FORWARD and run.stop > last[node][0]:
                     last[node] = (run.stop, True)
+        self.frees_at = last
         return _by_place({node: place for node, place in last.items() if node.op != "get_attr"})
 
 
@@ -336,20 +387,12 @@ class _RunWriter:
         read = [(n, node) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
         return RunCode(
             number=self.number,
-            slots=tuple(slots.get(key, self._mark(*key)) for key in flat),
+            slots=tuple(slots[key] if key in slots else mark_of(layout, *key) for key in flat),
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
             externals=tuple(dict.fromkeys(layout.place[n.name] for n, _ in read)),
             of_opaque={layout.place[n.name]: str(n.target) for n, node in read if isinstance(node.target, OpaqueCall)},
         )
-
-    def _mark(self, t: int, k: int) -> int:
-        """What marks a saved tensor that stays."""
-        layout = self.layout
-        if layout.saves[t][k].unneeded:
-            return DROP
-        of_use = t in layout.repeated and takes_notes(layout.target(FORWARD, t)) and layout.saves[t][k] == Saved()
-        return KEEP - 1 - t if of_use else KEEP
 
     def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """Nodes of the tensors that a node's result depends on."""
@@ -358,6 +401,20 @@ class _RunWriter:
             return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
         live = live_nodes(node)
         return [n for n in node.all_input_nodes if n not in live]
+
+
+def mark_of(layout: Layout, t: int, k: int) -> int:
+    """What marks a saved tensor that has no slot."""
+    if layout.saves[t][k].unneeded:
+        return DROP
+    if (value := layout.offloaded_in(layout.saves[t][k])) is not None:
+        return AWAY - value
+    of_use = t in layout.repeated and takes_notes(layout.target(FORWARD, t)) and layout.saves[t][k] == Saved()
+    return KEEP - 1 - t if of_use else KEEP
+
+
+def _nothing(bound: Any, frame: Any) -> None:
+    raise AssertionError("the forward is never run again")
 
 
 def _by_place(places: dict[torch.fx.Node, Any]) -> dict[Any, list[torch.fx.Node]]:

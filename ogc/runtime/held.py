@@ -82,6 +82,28 @@ class _Held:
         return self.requires_grad and not self.tensor.requires_grad
 
 
+class Elsewhere(Protocol):
+    """A tensor's bytes, wherever they are."""
+
+    def fetch(self, layout: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What is held in the place of a tensor whose bytes are elsewhere, and whether it required grad."""
+
+    bytes: Elsewhere
+    layout: Any
+    requires_grad: bool
+
+
+def fetched(held: Any) -> Any:
+    """What was held, with what was elsewhere."""
+    if isinstance(held, StandIn):
+        return _Held(held.bytes.fetch(held.layout), held.requires_grad)
+    return type(held)([*map(fetched, held)]) if isinstance(held, (list, tuple)) else held
+
+
 def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
     """What to hold of a value: autograd's leaves as they are, other tensors without history; notes their versions."""
     if isinstance(value, torch.Tensor):

@@ -27,6 +27,7 @@ class Layout:
         held: for each run, the nodes that it starts from, each with the run that makes it.
         wanted: for each run, the nodes that it makes for runs inside it, each with these.
         repeated: the operations that some run executes again.
+        trips: the values that are offloaded, each with when that is.
     """
 
     def __init__(self, graph: Graph, decisions: Decisions) -> None:
@@ -46,6 +47,7 @@ class Layout:
         }
         runs = schedule.runs
         self.repeated = {t for run in runs[1:] for t in run.program}
+        self.trips = schedule.trips
         self.slots: list[dict[tuple[int, int], int]] = [{}, *map(self._assign_slots, range(1, len(runs)))]
         self.nodes: list[list[torch.fx.Node]] = [[] for _ in runs]
         self.held: list[dict[torch.fx.Node, int]] = [{} for _ in runs]
@@ -116,8 +118,21 @@ class Layout:
 
     def handed(self, number: int, source: int) -> str:
         """The keyword arguments by which one run hands over what another starts from."""
-        names = [node.name for node, maker in self.held[number].items() if maker == source]
-        return ", ".join(f"{name}={name}" for name in names)
+        nodes = [node for node, maker in self.held[number].items() if maker == source]
+        return ", ".join(f"{node.name}={self.stand_in(node) if source == FORWARD else node.name}" for node in nodes)
+
+    def is_offloaded(self, node: torch.fx.Node) -> bool:
+        """Whether a node of the forward returns tensors of a value that is offloaded."""
+        return self._value(node) in self.trips
+
+    def stand_in(self, node: torch.fx.Node) -> str:
+        """What a recomputation holds of a node of the forward."""
+        return f"copies.stand_in({self._value(node)}, {node.name})" if self.is_offloaded(node) else node.name
+
+    def offloaded_in(self, saved: Saved) -> int | None:
+        """The offloaded value in whose storage autograd saves a tensor, if it does."""
+        value = None if saved.tensor is None or saved.unneeded else self.program.storages.get(saved.tensor)
+        return value if value in self.trips else None
 
     def _source(self, number: int, node: torch.fx.Node) -> int:
         value = self._value(node)

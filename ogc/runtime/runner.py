@@ -39,6 +39,7 @@ from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate, numbers_of
 from .held import raise_what_is_known
+from .host import Home, home_at
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class Runner:
         self.told: set[str] = set()
         self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
         self.apart_kind = ""  # of the calls that these were made for
+        self.homes: dict[tuple[torch.device, str], Home] = {}  # of offloaded values
 
     @property
     def is_plain(self) -> bool:
@@ -263,7 +265,7 @@ class Runner:
         outputs: list[torch.Tensor] = []
         try:
             with without_autocast(), held:
-                step = Step(model, code.runs, bound, devices, settings)
+                step = Step(model, code.runs, bound, devices, settings, self._home(entry, device))
                 outputs = code.forward(step, *tensors, *bound)
         except Exception as error:
             if before is None:
@@ -276,6 +278,15 @@ class Runner:
         if entry.reads is not None:
             entry.reads.write(model)
         return program.outputs.deliver(outputs, args, kwargs)
+
+    def _home(self, entry: Entry, device: torch.device) -> Home | None:
+        """Where the values go that a plan offloads, if it does."""
+        assert entry.graph is not None and entry.plan is not None
+        host = entry.graph.host
+        if host is None or not entry.plan.offloaded:
+            return None
+        key = device, host.folder
+        return self.homes.get(key) or self.homes.setdefault(key, home_at(*key))
 
     def _is_as_expected(self, entry: Entry, model: torch.nn.Module, outputs: list[torch.Tensor]) -> bool:
         """Whether the first call by code for other numbers gave what the model gave; else that runs from now on."""

@@ -10,7 +10,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -20,10 +20,11 @@ from typing import Any
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Segment, recomputed, saved
-from ..plan.decisions import Policies, Policy, clipped, cut_into_segments, fitted, shifted
+from ..plan.decisions import Offload, Policies, Policy, clipped, cut_into_segments, fitted, shifted
 from ..plan.fast import Replay
 from ..process import is_late
-from .candidates import Candidate, weigh
+from .candidates import Candidate
+from .candidates import weigh as weigh_as_is
 
 HOT, COOLING = 0.6, 0.025
 """By what share of an operation's part of the plain step a move may be worse that is taken one time in e, and what is
@@ -39,6 +40,9 @@ peak that all of these have to take for the first round to begin without them.""
 FINEST = range(100, 301)
 """Operations of programs where the first round for the least peak begins between all cuts: in shorter ones other plans
 are as near, in longer ones these take long to weigh."""
+
+OFFLOAD = 0.5
+"""How often a move of a policy is one of what is offloaded, where plans may do that."""
 
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
@@ -97,8 +101,19 @@ class Aim:
 
 Level = tuple[Segment, ...]
 
+Weigh = Callable[[Replay, Decisions], Candidate]
+"""Gives decisions their cost. PlanError: they cannot be carried out."""
 
-def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True, enough: int = 0) -> Candidate:
+
+def polished(
+    costs: Replay,
+    start: Candidate,
+    aim: Aim,
+    moves: int,
+    nested: bool = True,
+    enough: int = 0,
+    weigh_away: Weigh | None = None,
+) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
     Args:
@@ -109,11 +124,13 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
         enough: bytes of a peak that ends it.
+        weigh_away: what weighs plans that may offload, and says when values are away; without it none may.
     """
+    weigh = weigh_away or weigh_as_is
     stamp = FEW_MOVES_STAMP if moves < len(costs.graph) else STAMP
-    moving, random = _Moves(costs.graph, Random(0), nested, stamp), Random(1)
+    moving, random = _Moves(costs.graph, Random(0), nested, stamp, weigh_away is not None), Random(1)
     best, best_price = start, aim.price(start)
-    now = _first(costs, start, aim) if nested else start
+    now = _first(costs, start, aim, weigh) if nested else start
     price_now = aim.price(now)
     hot = HOT / len(costs.graph)
     for number in range(moves):
@@ -125,18 +142,28 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
         decisions = moving.moved(now)
         if decisions is None or decisions == now.decisions:
             continue
-        if (cost := costs.if_possible(decisions)) is None:
+        if (found := _if_possible(costs, decisions, weigh_away)) is None:
             continue
-        found = Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
         price_found = aim.price(found)
         if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
             now, price_now = found, price_found
             if price_found < best_price and not aim.excess(found):
                 best, best_price = found, price_found
-    return best if best is start else _tidied(costs, best, aim)
+    return best if best is start else _tidied(costs, best, aim, weigh)
 
 
-def _first(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
+def _if_possible(costs: Replay, decisions: Decisions, weigh_away: Weigh | None) -> Candidate | None:
+    """The plan with its cost; None where it cannot be carried out."""
+    if weigh_away is None:
+        cost = costs.if_possible(decisions)
+        return None if cost is None else Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
+    try:
+        return weigh_away(costs, decisions)
+    except PlanError:  # an operation would run twice that must not
+        return None
+
+
+def _first(costs: Replay, start: Candidate, aim: Aim, weigh: Weigh) -> Candidate:
     """Where the first round begins: with all long values made again, as cuts never let go of them.
 
     For the least peak whatever the time, in programs of some length, with all values made again between all cuts.
@@ -155,8 +182,9 @@ def _first(costs: Replay, start: Candidate, aim: Aim) -> Candidate:
         return start
 
 
-def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
-    """The plan without what it is no worse without: policies, variants, levels, and cuts between saved segments."""
+def _tidied(costs: Replay, best: Candidate, aim: Aim, weigh: Weigh) -> Candidate:
+    """The plan without what it is no worse without: policies, offloads, variants, levels, and cuts between saved
+    segments."""
 
     def or_simpler(best: Candidate, segments: Level | None = None, **others: Any) -> Candidate:
         decisions = replace(best.decisions, segments=segments or best.decisions.segments, **others)
@@ -169,6 +197,8 @@ def _tidied(costs: Replay, best: Candidate, aim: Aim) -> Candidate:
     best = or_simpler(best, tuple(map(_without_vain_levels, best.decisions.segments)))
     for policy in best.decisions.policies:
         best = or_simpler(best, policies=tuple(each for each in best.decisions.policies if each != policy))
+    for v, *_ in best.decisions.offloaded:
+        best = or_simpler(best, offloaded=tuple(each for each in best.decisions.offloaded if each.value != v))
     for t in best.decisions.low_memory:
         best = or_simpler(best, low_memory=tuple(each for each in best.decisions.low_memory if each != t))
     for n in reversed(range(len(best.decisions.segments))):
@@ -192,9 +222,12 @@ def _without_vain_levels(one: Segment) -> Segment:
 class _Moves:
     """Random changes of a plan of one graph."""
 
-    def __init__(self, graph: Graph, random: Random, nested: bool, stamp: float = STAMP) -> None:
+    def __init__(
+        self, graph: Graph, random: Random, nested: bool, stamp: float = STAMP, offloads: bool = False
+    ) -> None:
         self.graph, self.random, self.nested, self.stamp = graph, random, nested, stamp
         self.cuts, self.is_cut = graph.cuts, frozenset(graph.cuts)
+        self.may_leave = sorted(graph.offloadable) if offloads else []
         self.values = [v for v, value in enumerate(graph.values) if not value.is_output]
         kinds: dict[object, list[int]] = {}
         for t, key in enumerate(map(self._look, range(len(graph)))):
@@ -219,6 +252,8 @@ class _Moves:
     def _moved(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
         kind = self.random.random()
         if kind < POLICY:
+            if self.may_leave and self.random.random() < OFFLOAD:
+                return self._offload(decisions, peak_values)
             return self._policy(decisions, peak_values)
         if kind < POLICY + VARIANT:
             return self._variant(decisions)
@@ -240,6 +275,23 @@ class _Moves:
             else:
                 policies[v] = policy
         return replace(decisions, policies=tuple(sorted(policies.items())))
+
+    def _offload(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
+        """A value offloaded that was not, or the other way, or one in the place of another."""
+        random, graph, away = self.random, self.graph, {one.value: one for one in decisions.offloaded}
+        pools = [pool for pool in (peak_values, [*away], self.may_leave) if pool]
+        if not pools or (value := random.choice(random.choice(pools))) not in graph.offloadable:
+            return None
+        others = self._values_alike(value) if random.random() < ALIKE else [value]
+        changed, is_away = graph.offloadable.intersection(others), value in away
+        if not is_away and away and random.random() < SOME:
+            away.pop(random.choice([*away]))
+        for v in changed:
+            if is_away:
+                away.pop(v, None)
+            else:  # whoever weighs the plan knows better when
+                away[v] = Offload(v, graph.end, graph.last_uses[v])
+        return replace(decisions, offloaded=tuple(sorted(away.values())))
 
     def _values_alike(self, value: int) -> list[int]:
         operations, t = self.graph.operations, self.graph.producers[value]

@@ -7,17 +7,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from ..errors import InputError, PlanError, SolveError
 from ..graph import MIB, Graph
-from ..plan import Frontier, Plan, plain_plan, simulate
+from ..plan import Decisions, Frontier, Plan, plain_plan, saved, simulate
 from ..plan.fast import Replay, library
 from ..plan.schedule import Schedule
 from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, weigh
 from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .offloading import offloading, timed_candidate
 from .polish import Aim, polished
 from .references import REFERENCES
 from .search import Search, VariantSearch, fairest, search_fairly, search_of
@@ -214,8 +218,55 @@ def _check_kept(told: Graph, plan: Plan) -> None:
             raise SolveError(f"with {told.told.words} operation {op.name} would still run twice; leave its module out")
 
 
+SLOWER_BY_OFFLOADS = 6
+"""How many times longer it takes to weigh a plan that offloads."""
+
+OFFLOADING_TIMES_OPERATIONS = 30_000
+"""Moves of such plans times operations, up to which none is left out for that."""
+
+WORTH_MOVES = 1e-3
+"""Share of the plain step that a plan which offloads has to add for moves to be tried."""
+
+LOOSER = 4
+"""Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
+
+
 def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
-    """The plan for a goal, of a graph whose plans keep to what was told."""
+    """The plan for a goal, of a graph whose plans keep to what was told; one that offloads where that is faster."""
+    plain = plain_plan(graph)
+    budget = goal.budget_bytes(plain.peak_bytes)
+    if graph.host is None or budget is None or not len(graph) or plain.peak_bytes <= budget:
+        return _found_in_memory(graph, goal, effort)
+    alone: Plan | SolveError
+    try:
+        alone = _found_in_memory(graph, goal, effort)
+    except SolveError as error:
+        alone = error
+    known, asked = _known_of(graph), ("offloading", goal, effort)
+    if asked not in known.offloading:
+        for looser in np.geomspace(budget, plain.peak_bytes, LOOSER + 2)[1:-1]:
+            if not is_late():
+                with suppress(SolveError):
+                    _found_in_memory(graph, Goal(int(looser)), 0)
+        costs = Replay(graph)
+        whole = weigh(costs, Decisions((saved(0, len(graph)),)))
+        aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph)
+        moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
+        found = aim.best([offloading(costs, [*known.plans, whole], budget), *known.plans])
+        if found is not None and found.seconds - whole.seconds > WORTH_MOVES * graph.step_seconds and moves:
+            found = polished(costs, found, aim, moves, weigh_away=partial(timed_candidate, budget=budget))
+        known.offloading[asked] = found
+    found = known.offloading[asked]
+    if found is not None and (isinstance(alone, SolveError) or found.seconds < alone.added_seconds):
+        plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
+        return plain.deciding(found.decisions, "optimal")
+    if isinstance(alone, SolveError):
+        raise alone
+    return alone
+
+
+def _found_in_memory(graph: Graph, goal: Goal, effort: int) -> Plan:
+    """The plan for a goal that offloads nothing."""
     plain = plain_plan(graph)
     budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
@@ -282,11 +333,13 @@ class _Known:
     Attributes:
         plans: those that no other beats in both peak and time, by ascending peak.
         of_one_level: the same of those without levels and values that are recomputed one by one.
+        offloading: of those that offload, the fastest for what was asked, if any does.
         answered: the goals and efforts, the budgets that nothing fitted, and the numbers of points of a curve, for
             which there was time to look.
     """
 
     plans: list[Candidate] = field(default_factory=list)
+    offloading: dict[object, Candidate | None] = field(default_factory=dict)
     of_one_level: list[Candidate] = field(default_factory=list)
     answered: set[object] = field(default_factory=set)
 

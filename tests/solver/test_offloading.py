@@ -1,0 +1,119 @@
+"""The search over what is kept, recomputed and offloaded: against brute force, a recurrence on chains, and without."""
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+from helpers import chain, random_graph, seeds
+from offload_oracles import UNITS, chain_seconds, every_plan, least_wait
+
+import ogc
+from ogc.plan import Decisions
+from ogc.plan.fast import Replay
+from ogc.plan.simulate import plain_peak
+from ogc.solver.offloading.timing import timed
+
+CLOSE = 1.06
+"""A step may take so many times what it takes by an oracle: one operation of a chain of six more."""
+
+
+WORST = 1.2
+"""The same of graphs of a few operations, each of which takes much of a step; nine in ten take no longer at all."""
+
+
+def solved(graph, budget):
+    """The plan within a budget, or None."""
+    try:
+        plan = ogc.solve(graph, memory_budget=budget)
+    except ogc.SolveError:
+        return None
+    cost = ogc.simulate(graph, plan)
+    assert cost.peak_bytes == plan.peak_bytes <= budget and cost.added_seconds == plan.added_seconds
+    return plan
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        *(6, 10),
+        *(pytest.param(count, marks=pytest.mark.full) for count in (8, 12, 16)),
+        *(pytest.param(count, marks=pytest.mark.slow) for count in (24, 32, 40)),
+    ],
+)
+def test_chains_take_little_longer_than_by_the_recurrence_of_fluid_copies(count):
+    graph, ratios = chain([UNITS] * count), []
+    for bandwidth in (1, 2, 4):
+        for share in (0.7, 0.5, 0.35):
+            budget = UNITS * max(2, int(share * count))
+            least = chain_seconds(count, budget, bandwidth)
+            plan = solved(replace(graph, host=ogc.Host(bandwidth, bandwidth)), budget)
+            ratios.append((plan.step_seconds + plan.added_seconds) / (plan.step_seconds + least))
+    assert max(ratios) <= CLOSE, ratios
+    assert sorted(ratios)[len(ratios) // 2] <= 1.0
+
+
+@pytest.mark.parametrize("seed", seeds(6, 40))
+def test_small_graphs_take_little_longer_than_the_best_of_all_plans(seed):
+    graph = replace(random_graph(seed, 5), host=ogc.Host(20.0, 20.0))
+    front, step = every_plan(graph, 2), graph.step_seconds
+    for share in (0.9, 0.8, 0.7):
+        budget = int(share * plain_peak(graph))
+        least = min((cost.added_seconds for cost in front if cost.peak_bytes <= budget), default=inf)
+        plan = solved(graph, budget)
+        if plan is None:
+            assert least == inf
+        else:
+            assert step + plan.added_seconds <= WORST * (step + least), (seed, share)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_moments_are_near_the_best_of_all(seed):
+    rng = random.Random(seed)
+    graph = replace(chain([rng.randrange(1, 9) for _ in range(6)]), host=ogc.Host(4.0, 3.0))
+    profile = Replay(graph).profile(Decisions((ogc.saved(0, 6),)))
+    for values in ((0,), (1,), (0, 1), (0, 2), (1, 3)):
+        for share in (1.0, 0.8, 0.7):
+            budget = int(share * plain_peak(graph))
+            least, cost = least_wait(profile, values, budget), profile.offloading(timed(profile, values, budget))
+            if least < inf:
+                assert cost.peak_bytes <= budget
+                assert graph.step_seconds + cost.added_seconds <= 1.1 * (graph.step_seconds + least)
+
+
+@pytest.mark.parametrize("seed", seeds(3, 8))
+def test_a_host_never_makes_a_plan_slower(seed):
+    graph = random_graph(seed, 20)
+    for share in (0.8, 0.6):
+        alone = solved(replace(graph), share_of(graph, share))
+        for rate in (0.5, 50.0):
+            plan = solved(replace(graph, host=ogc.Host(rate, rate)), share_of(graph, share))
+            assert alone is None or plan.added_seconds <= alone.added_seconds + 1e-9
+
+
+def share_of(graph, share):
+    return int(share * plain_peak(graph))
+
+
+def test_what_fits_with_a_host_alone_is_found():
+    """A chain whose operations must not run twice."""
+    graph = chain([8] * 10)
+    graph = replace(graph, operations=tuple(replace(op, replayable=False) for op in graph.operations))
+    assert solved(graph, 40) is None
+    plan = solved(replace(graph, host=ogc.Host(8.0, 8.0)), 40)
+    assert plan.offloaded and not plan.recomputed_seconds and not plan.waiting_seconds
+    with pytest.raises(ogc.SolveError, match="no plan found peaks at or below"):
+        ogc.solve(replace(graph, host=ogc.Host(8.0, 8.0)), memory_budget=9)
+
+
+def test_the_slower_the_copies_the_less_is_offloaded():
+    plans = [solved(replace(chain([8] * 20), host=ogc.Host(rate, rate)), 64) for rate in (0.25, 2.0, 4.0, 16.0)]
+    assert not plans[0].offloaded and plans[-1].offloaded
+    assert [plan.added_seconds for plan in plans] == sorted((plan.added_seconds for plan in plans), reverse=True)
+    assert plans[-1].added_seconds == 0
+
+
+def test_goals_without_a_budget_offload_nothing():
+    graph = replace(chain([8] * 12), host=ogc.Host(8.0, 8.0))
+    for goal in ({}, {"memory_budget": "least"}, {"max_overhead": 0.2}):
+        assert not ogc.solve(graph, **goal).offloaded
