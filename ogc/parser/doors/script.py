@@ -212,7 +212,7 @@ def _is_contiguous_already(node: Any, given: list[Any]) -> bool:
 _CASTS = {"aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"}
 """Which torch.jit adds where autocast is on, to the casts that a trace has seen."""
 
-_OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh"}
+_OF_TENSORS = {"aten::to", "aten::detach", "aten::lift_fresh", "aten::fill_"}
 
 
 def _is_without_grad(node: Any) -> bool:

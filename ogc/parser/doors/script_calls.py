@@ -81,7 +81,8 @@ _NAMED: dict[str, tuple[Any, ...]] = {
 def as_number(value: torch.Tensor, held: Collection[int]) -> Any:
     """What a trace has made a constant tensor of, if it may be a number of Python; ``held`` are tensors' addresses."""
     is_number = not value.dim() and value.dtype in _NUMBERS and value.device.type == "cpu"
-    return value.item() if is_number and value.data_ptr() not in held else value
+    with unseen():
+        return value.item() if is_number and value.data_ptr() not in held else value
 
 
 _NUMBERS = (torch.int64, torch.float64, torch.complex128, torch.bool)
