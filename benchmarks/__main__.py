@@ -25,7 +25,7 @@ import torch
 
 import ogc
 
-from . import ablation, hollow, instances, layers, polished, summaries
+from . import ablation, doors, hollow, instances, layers, polished, summaries
 from .arguments import positive
 from .experiments import EXPERIMENTS, NOT_INSTALLED, TINY, Experiment, measured
 from .items import items_of
@@ -38,6 +38,7 @@ from .trial import Trial
 
 QUESTIONS: dict[str, tuple[Sequence[str], Callable[[str, Results], None], Callable[[Sequence[Data]], str]]] = {
     "ablation": (list(ablation.NETWORKS), ablation.add_rows, summaries.ablation),
+    "doors": (doors.NETWORKS, doors.add_row, summaries.doors),
     "hollow": (hollow.NAMES, hollow.add_row, summaries.predicted),
     "instances": (list(instances.INSTANCES), instances.add_row, summaries.instances),
     "layers": (layers.LAYERS, layers.add_row, summaries.layers),

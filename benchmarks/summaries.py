@@ -443,6 +443,19 @@ def layers(runs: Sequence[Data]) -> str:
     return table("model | peak over plain | parsing s | planning s", cells)
 
 
+def doors(runs: Sequence[Data]) -> str:
+    """How many networks come through each front end, and which are refused or differ."""
+    rows = [row for run in runs for row in run["rows"] if "jit" in row]
+    cells = []
+    for door in ("jit", "export", "dynamo"):
+        found = {row["arch"]: row[door] for row in rows}
+        refused = [name for name, one in found.items() if "refused" in one]
+        through = {name: one for name, one in found.items() if "refused" not in one}
+        counts = [sum(one[f"same_{what}"] for one in through.values()) for what in ("graph", "modules", "plan", "bits")]
+        cells.append([door, len(found), len(through), *counts, "; ".join(refused) or "none"])
+    return table("front end | networks | through | same graph | modules | plan | bits | refused", cells)
+
+
 def polished(runs: Sequence[Data]) -> str:
     """A row for each goal, and which plans are furthest from the best known."""
     rows = [row for run in runs for row in run["rows"]]

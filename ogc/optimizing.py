@@ -15,8 +15,10 @@ from .errors import InputError, optional
 from .in_parts import PartsPlan
 from .parser import Loss, NamesAndTypes, ParseGraph, ParseOptions
 from .parser.arguments import call_arguments, check_model
+from .parser.doors.scripted import as_python
 from .parser.loss import modules_of, tensors_of
 from .parser.parse import kinds_of_modules
+from .parser.traced import RECORD
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .plan.told import Entry, Instructions
@@ -53,6 +55,7 @@ def optimize(
     compile: bool | str = False,
     opaque_modules: NamesAndTypes = (),
     recompute_opaque: NamesAndTypes | bool | None = None,
+    front_end: str = RECORD,
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
@@ -106,6 +109,9 @@ def optimize(
         opaque_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         recompute_opaque: names and types of submodules such that opaque modules in them may be recomputed for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
+        front_end: what the program comes from, ``"record"``, ``"jit"``, ``"export"`` or ``"dynamo"``; see
+            :func:`ogc.parse`. Behind all but the first a model is planned as a whole or refused. Of a
+            ``torch.jit.ScriptModule``, which ``"jit"`` takes, the result is a module of Python with its parameters.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
         cache_dir: a folder in which plans are found again by what the model computes, the goal, solver and effort, and
@@ -150,7 +156,7 @@ def optimize(
     backend = _backend(compile, model, solver, verify or chunks > 1 or saved is not None)
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
-    plain = model
+    model = plain = as_python(model, front_end)
     if callable(loss) and outputs == "loss":
         model, sample_input = _returning_its(loss, model, sample_input, targets)
         loss = None
@@ -163,7 +169,7 @@ def optimize(
     device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp, gradients)
     parsing = ParseOptions(
         loss, holds_outputs, outputs, parse_graph=parse_graph, profile=profile, opaque_modules=opaque_modules,
-        recompute_opaque=recompute_opaque,
+        recompute_opaque=recompute_opaque, front_end=front_end,
     )  # fmt: skip
     # What is compiled is the longer, the fewer cuts there are: a local search makes some that hardly pay.
     solving = SolveOptions(Goal(memory_budget, max_overhead), solver, effort if backend is None else 0)

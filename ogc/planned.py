@@ -26,6 +26,7 @@ from .parser import hooked_modules
 from .parser.arguments import call_arguments, check_model, check_tensors, sample_of
 from .parser.custom import parse_graph_of
 from .parser.forward.flat import saved_bytes
+from .parser.traced import RECORD
 from .plan import Fingerprint, Plan, SavedPlan, plan_on
 from .plan.saving import PARTS, structure_of
 from .planning import Given, GraphAndPlan, OfGraph, PlanOptions, Replanner, look_for, meets, tell_broken
@@ -189,6 +190,7 @@ class Planning:
         if has_units(model) and has_inner_units(model):
             return optimize_units(model, replace(options, offloading=None))
         is_by_hand = parse_graph_of(model, options.parsing.parse_graph) is not None
+        is_by_hand = is_by_hand or options.parsing.front_end != RECORD
         in_one_plan = self.chunks > 1 or self.backend is not None or is_by_hand or options.offloading is not None
         try:
             graph = options.parse(model, sample_input)

@@ -23,7 +23,9 @@ def check_model(model: Any, may_lack_content: bool = False) -> None:
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise InputError("model is a torch.jit.ScriptModule; pass the eager module that it was made from")
+        raise InputError(
+            'model is a torch.jit.ScriptModule; pass the eager module that it was made from, or give front_end="jit"'
+        )
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         kind = type(model).__name__
         raise InputError(

@@ -113,6 +113,11 @@ def label_of(node: Node) -> str:
     return str(node.meta.get("label", f"node '{node.name}'"))
 
 
+def place_of(node: Node) -> tuple[str, str]:
+    """What messages call the place of a node: its module, or else its label, and its line if that is known."""
+    return node.meta.get("module", label_of(node).replace("/", "_")), node.meta.get("source", "")
+
+
 ParseGraph = Callable[..., Any]
 
 VARIANTS = (
@@ -146,13 +151,20 @@ class CustomForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, node by node, while it is being recorded; ParseError names a node that cannot be run."""
-        return run_nodes(self.graph.nodes, self._bind(args, kwargs), partial(attribute, self.root), self._run)
+        return run_nodes(self.graph.nodes, self._bind(args, kwargs), self._held, self._run)
 
     def output_label(self, number: int) -> str:
         """The label, for messages, of the node that gives output tensor ``number``."""
         (output,) = self.graph.find_nodes(op="output")
         nodes = [node for node in pytree.tree_leaves(output.args[0]) if isinstance(node, Node)]
         return label_of(nodes[number] if number < len(nodes) else output)
+
+    def _held(self, name: str) -> Any:
+        """What a node stands for; of the body of a call, which is a graph again, what runs it."""
+        held = attribute(self.root, name)
+        if not isinstance(held, torch.fx.GraphModule):
+            return held
+        return lambda *inputs: run_nodes(held.graph.nodes, inputs, partial(attribute, held), self._run)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         try:
@@ -168,7 +180,7 @@ class CustomForward:
     def _run(self, node: Node, values: dict[Node, Any]) -> Any:
         args, kwargs = args_of(node, values)
         try:
-            with scope(label_of(node).replace("/", "_")):
+            with scope(*place_of(node)):
                 if node.op == "call_module":
                     return attribute(self.root, str(node.target))(*args, **kwargs)
                 if node.op == "call_method":

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import OgcError, ParseError
+from ..errors import InputError, OgcError, ParseError
 from ..program.opaque import opaque_in
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
@@ -17,16 +17,35 @@ from ..torch_state.no_trace import put_back_as_well, untouched
 from ..torch_state.reads import Observer, Write
 from .arguments import Sample
 from .custom import CustomForward
+from .doors import dynamo, export, jit
+from .doors.door import Door
 from .forward.flat import FlatForward, raise_own_error, state_of
 from .forward.location import running
 from .forward.patches import seen_as_recorded
 from .opaque import OpaqueModules
 from .recorder import followed, record
-from .traced import FrontEnd, OpaqueError, RecordAgain, Traced
+from .traced import RECORD, FrontEnd, OpaqueError, RecordAgain, Traced
 from .verify import verify
 
-front_end: FrontEnd = record
-"""The one in use."""
+FRONT_ENDS: dict[str, FrontEnd] = {
+    RECORD: record,
+    "jit": Door("jit", jit, record),
+    "export": Door("export", export, record, knows_lines=False),
+    "dynamo": Door("dynamo", dynamo, record),
+}
+"""By name."""
+
+
+def check_front_end(name: Any, is_by_hand: bool) -> None:
+    """Raise InputError unless it is the name of a front end, and the recorder's for a graph made by hand."""
+    if not isinstance(name, str) or name not in FRONT_ENDS:
+        raise InputError(f"front_end must be one of {', '.join(map(repr, FRONT_ENDS))}, not {name!r}")
+    if is_by_hand and name != RECORD:
+        raise InputError(
+            f"front_end={name!r} and a graph made by hand both say what the program is: give parse_graph=False, or "
+            "leave front_end away"
+        )
+
 
 follow = followed
 """Runs a forward along a program that it recorded."""
@@ -34,7 +53,7 @@ follow = followed
 
 @contextmanager
 def observed(
-    sample: Sample, run: Callable[..., Any], opaque: set[str], is_careful: bool = False
+    sample: Sample, run: Callable[..., Any], opaque: set[str], is_careful: bool = False, front_end: FrontEnd = record
 ) -> Iterator[tuple[Traced, Observer]]:
     """A recording of ``run``, with what it read and wrote outside of tensors. Inside, all is as it leaves it."""
     observer = Observer(sample.model, running)
@@ -72,7 +91,8 @@ def _program(
     sample: Sample, run: Callable[..., Any], is_custom: bool, opaque: OpaqueModules, is_careful: bool
 ) -> Traced:
     """The verified program with these opaque modules; RecordAgain or OpaqueError if it is to be recorded otherwise."""
-    with observed(sample, run, opaque.names, is_careful) as (traced, observer):
+    front_end = FRONT_ENDS[opaque.front_end]
+    with observed(sample, run, opaque.names, is_careful, front_end) as (traced, observer):
         traced = replace(traced, state=state_of(sample.model))
         called = opaque_in(traced.graph)
         writes = observer.writes(called)
@@ -112,7 +132,7 @@ def _settled(
         with observer.again():
             with untouched(model):
                 copied = sample._replace(tensors=sample.copies())
-                traced = front_end(copied, observer.around(run), opaque.names, is_careful=is_careful)
+                traced = FRONT_ENDS[opaque.front_end](copied, observer.around(run), opaque.names, is_careful=is_careful)
                 traced = replace(traced, state=state_of(model))
                 again = observer.writes(opaque_in(traced.graph))
                 observer.put_back()
@@ -135,7 +155,12 @@ def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoRetu
 
 
 def _verified(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
-    calls = verify(sample, traced, run)
+    try:
+        calls = verify(sample, traced, run)
+    except OpaqueError as problem:
+        if traced.parting:
+            problem.args = (f"{problem}. The graph parts from the forward at {traced.parting}",)
+        raise
     return replace(with_expected(sample, traced), python_calls=calls.count)
 
 

@@ -23,7 +23,7 @@ from ..torch_state.private import hooks_of
 from ..torch_state.reads.objects import attributes_of, changes
 from ..torch_state.settings import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
-from .traced import OpaqueError
+from .traced import RECORD, OpaqueError
 from .weigh.call import held_aside
 from .weigh.record import Record
 
@@ -39,11 +39,17 @@ class OpaqueModules:
         asked_for: which ones, by name or type.
         repeatable: modules in which opaque ones may be recomputed; True for all, None for those that are seen to
             compute the same again.
+        front_end: what records the model. All but the recorder have no opaque modules; ParseError where one has to be.
     """
 
     def __init__(
-        self, model: torch.nn.Module, asked_for: NamesAndTypes, repeatable: NamesAndTypes | bool | None = None
+        self,
+        model: torch.nn.Module,
+        asked_for: NamesAndTypes,
+        repeatable: NamesAndTypes | bool | None = None,
+        front_end: str = RECORD,
     ) -> None:
+        self.front_end = front_end
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of those that nobody asked for
         self.obstacles: dict[str, str] = {}  # why some that were said to be repeatable are not
@@ -53,9 +59,14 @@ class OpaqueModules:
         self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
         self.written: dict[str, str] = {}  # what is changed in modules that are opaque for that, if in one call alone
         self._cover_at_sight()
+        if self.names and front_end != RECORD:
+            asked = {name: self.reasons.get(name, "was asked to be called as it is") for name in self.names}
+            raise ParseError(f"what another tracer's graph has no place for: {_listed(asked)}. {self._no_door()}")
 
     def cover(self, problem: OpaqueError) -> None:
         """Make the modules opaque that hide the problem, or those around; ParseError if only the model does."""
+        if self.front_end != RECORD:
+            raise ParseError(f"{problem}. {self._no_door()}") from problem.__cause__
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""
@@ -64,6 +75,9 @@ class OpaqueModules:
             self._add(smallest, why)
             if problem.are_written:
                 self.written[smallest] = why.removeprefix("changes ")
+
+    def _no_door(self) -> str:
+        return f'front_end="{self.front_end}" has no opaque modules; leave it away for the recorder, which has'
 
     def _advice(self) -> str:
         """Advice for messages where nothing smaller than the whole model hides a problem, or nothing."""

@@ -13,8 +13,10 @@ from ..plan.told import NO_INSTRUCTIONS, Instructions
 from ..program.program import AfterForward, Gradients, Loss, device_of_model
 from .arguments import profile_kind
 from .custom import ParseGraph, parse_graph_of
+from .faithful import check_front_end
 from .loss import check_after_forward
 from .opaque import NamesAndTypes, names_in
+from .traced import RECORD
 
 Rewrite = Callable[[torch.fx.Graph, torch.device], object]
 """Changes a program, in place, before it is planned for a device."""
@@ -36,6 +38,7 @@ class ParseOptions:
     gpu: str | None = None
     opaque_modules: NamesAndTypes = ()
     recompute_opaque: NamesAndTypes | bool | None = None
+    front_end: str = RECORD
     told: Instructions = NO_INSTRUCTIONS  # by names of modules, for plans
 
     @property
@@ -48,7 +51,7 @@ class ParseOptions:
         home = device_of_model(model)
         profile_kind(self.profile, home, home)
         check_after_forward(self.after_forward)
-        parse_graph_of(model, self.parse_graph)
+        check_front_end(self.front_end, parse_graph_of(model, self.parse_graph) is not None)
         modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         names_in(modules, self.opaque_modules, self.recompute_opaque)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ParseError, optional
+from ..errors import InputError, ParseError, optional
 from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
@@ -28,7 +28,8 @@ from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
-from .faithful import faithful_program
+from .doors.scripted import as_python
+from .faithful import check_front_end, faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .loss import modules_of, with_step_end
 from .opaque import NamesAndTypes, OpaqueModules, refuse_chance, why_not_repeatable
@@ -36,7 +37,7 @@ from .options import ParseOptions, Rewrite
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
-from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
+from .traced import READS, RECORD, OpaqueError, Traced, forget_calls, without_unused
 from .verify import verify_on_other_inputs
 from .weigh.estimate import Estimator, Variants
 from .weigh.host import choice_seconds
@@ -60,6 +61,7 @@ def parse(
     gpu: str | None = None,
     opaque_modules: NamesAndTypes = (),
     recompute_opaque: NamesAndTypes | bool | None = None,
+    front_end: str = RECORD,
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -102,6 +104,10 @@ def parse(
             False for none. By default those that are seen to depend on their arguments, parameters and torch's random
             state alone, without hooks or changes of buffers and attributes. What obstructs a named one is told in the
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
+        front_end: what the program comes from: ``"record"``, a recording of the forward; or the graph that ``"jit"``,
+            ``torch.jit.trace``, makes of it, or ``"export"``, ``torch.export``, or ``"dynamo"``. All are verified
+            against the forward alike. The others have no opaque modules: what would have to be one is refused. A
+            ``torch.jit.ScriptModule`` goes through ``"jit"`` alone, as its interpreter runs it without optimizing.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -112,9 +118,9 @@ def parse(
     """
     options = ParseOptions(
         loss, holds_outputs, outputs, gradients, parse_graph, profile, device, rewrite, plain_peak_bytes, gpu,
-        opaque_modules, recompute_opaque,
+        opaque_modules, recompute_opaque, front_end,
     )  # fmt: skip
-    return parsed(model, sample_input, options)
+    return parsed(as_python(model, front_end), sample_input, options)
 
 
 @collecting_new_only()
@@ -133,7 +139,10 @@ def parsed(model: torch.nn.Module, sample_input: Any, options: ParseOptions) -> 
     kind = profile_kind(options.profile, home, target)
     check_gpu(gpu, target)
     make = parse_graph_of(model, options.parse_graph)
-    opaque = OpaqueModules(model, options.opaque_modules, options.recompute_opaque)
+    check_front_end(options.front_end, make is not None)
+    if contents is not None and options.front_end != RECORD:
+        raise InputError(f"front_end={options.front_end!r} needs a model with content, on the device it is planned for")
+    opaque = OpaqueModules(model, options.opaque_modules, options.recompute_opaque, options.front_end)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), opaque)
     is_elsewhere = contents is not None or home.type != target.type
     with (

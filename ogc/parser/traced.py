@@ -41,6 +41,10 @@ ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.defaul
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
 
+RECORD = "record"
+"""The name of the front end that is the default."""
+
+
 class History(NamedTuple):
     """What autograd's node for a call holds, as long as something differentiable comes of its results."""
 
@@ -77,7 +81,7 @@ def outline_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, .
 
 
 class FrontEnd(Protocol):
-    """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program verified."""
+    """Turns a forward into a program; :mod:`ogc.parser.faithful` names them and has their programs verified."""
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
@@ -148,6 +152,7 @@ class Traced:
     reads: Reads = field(default_factory=Reads)  # what Python read outside of tensors
     cold: Reads | None = None  # what it reads in a first call that settles what all others read, if there is one
     end: StepEnd | None = None  # how a step goes on from here, once that is known
+    parting: str = ""  # of another tracer's graph: the first call that the forward was not seen to make, in words
 
 
 class RecordAgain(Exception):
@@ -169,7 +174,7 @@ class OpaqueError(ParseError):
 
 def forget_calls(node: torch.fx.Node) -> None:
     """Take out of a node's ``meta`` what it says of other calls, which are none of the forward's."""
-    for key in (CALL, ALIVE):
+    for key in (CALL, ALIVE, BYTES, HISTORY):
         node.meta.pop(key, None)
 
 

@@ -67,10 +67,10 @@ class ByName:
 
 @pytest.fixture
 def put(monkeypatch):
-    """Puts a front end in the place of the one in use."""
+    """Puts a front end in the place of the recorder."""
 
     def put(front_end):
-        monkeypatch.setattr(faithful, "front_end", front_end)
+        monkeypatch.setitem(faithful.FRONT_ENDS, "record", front_end)
         return front_end
 
     return put

@@ -23,6 +23,7 @@ OTHER = {
     "gpu": "H100",
     "opaque_modules": ["0"],
     "recompute_opaque": True,
+    "front_end": "jit",
 }
 
 

@@ -59,6 +59,17 @@ def test_what_it_finds_is_no_worse_and_keeps_the_bound(seed):
         assert (cost.peak_bytes, cost.added_seconds) == (found.peak_bytes, pytest.approx(found.seconds))
 
 
+def test_it_ends_where_a_peak_is_enough():
+    graph = random_graph(5, most=40)
+    plain, costs = plain_plan(graph), Replay(graph)
+    aim, start = Aim(plain.peak_bytes, plain.step_seconds), weigh(costs, plain.decisions)
+    least = polished(costs, start, aim, 2000)
+    assert least.peak_bytes < start.peak_bytes
+    assert polished(costs, start, aim, 2000, enough=start.peak_bytes) == start
+    middle = (least.peak_bytes + start.peak_bytes) // 2
+    assert least.peak_bytes <= polished(costs, start, aim, 2000, enough=middle).peak_bytes <= middle
+
+
 @pytest.mark.parametrize("seed", seeds(2, 8))
 def test_no_answer_beats_another_on_its_own_ground(seed):
     graph = random_graph(seed, most=30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import CodeType, FrameType
@@ -32,16 +32,32 @@ def _owner(filename: str) -> str:
 
 def user_line() -> str:
     """File and line of the model's code that is running; of torch's where there is none of the model's."""
-    frame = sys._getframe(1)
+    scopes = _scopes.value
+    return scopes.line if scopes is not None and scopes.line else line_of(_running())
+
+
+def line_of(frames: Iterable[tuple[str, int]]) -> str:
+    """The same of frames, each a file and a line, the innermost first."""
     line = ""
-    while frame is not None and frame.f_code not in _entries:
-        owner = _owner(frame.f_code.co_filename)
+    for file, number in frames:
+        owner = _owner(file)
         if owner == "user" or (owner == "torch" and not line):
-            line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            line = f"{os.path.basename(file)}:{number}"
             if owner == "user":
                 break
-        frame = frame.f_back  # type: ignore[assignment]
     return line
+
+
+def is_before_us(frame: tuple[str, int]) -> bool:
+    """Whether a frame, of those from the innermost one, does not belong to what calls the model here."""
+    return _owner(frame[0]) != "ogc"
+
+
+def _running() -> Iterator[tuple[str, int]]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _entries:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
 
 
 _scopes: OnThread[Scopes | None] = OnThread(None)
@@ -58,10 +74,10 @@ def running() -> str:
     return "" if scopes is None else scopes.current
 
 
-def scope(name: str) -> AbstractContextManager[None]:
-    """Operators recorded inside are said to come from ``name``, unless they come from a module."""
+def scope(name: str, line: str = "") -> AbstractContextManager[None]:
+    """Operators recorded inside are said to come from ``name``, unless they come from a module, and from a ``line``."""
     scopes = _scopes.value
-    return nullcontext() if scopes is None else scopes.inside(name)
+    return nullcontext() if scopes is None else scopes.inside(name, line)
 
 
 class Scopes:
@@ -69,6 +85,7 @@ class Scopes:
 
     def __init__(self) -> None:
         self.names = [""]
+        self.line = ""  # of a graph that is run, where its calls come from
         self.failed = ""  # the innermost that was left by an exception
 
     @property
@@ -76,8 +93,9 @@ class Scopes:
         return self.names[-1]
 
     @contextmanager
-    def inside(self, name: str) -> Iterator[None]:
+    def inside(self, name: str, line: str = "") -> Iterator[None]:
         self.names.append(name)
+        before, self.line = self.line, line or self.line
         try:
             yield
         except BaseException:
@@ -85,6 +103,7 @@ class Scopes:
             raise
         finally:
             self.names.pop()
+            self.line = before
 
     def here(self) -> dict[str, str]:
         """Module path and source line of what is running, for the ``meta`` of a node."""

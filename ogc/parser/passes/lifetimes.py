@@ -48,7 +48,7 @@ def unused_memory(recorded: torch.fx.Graph, program: torch.fx.Graph) -> list[Spa
         if ALIVE in node.meta:
             node.meta[ALIVE] = alive[node.name]
     for node in unused:
-        call = (node if CALL in node.meta else node.all_input_nodes[0]).meta.get(CALL)
+        call = next((one.meta[CALL] for one in (node, *node.all_input_nodes[:1]) if CALL in one.meta), None)
         if BYTES in node.meta and call is not None:
             found.append(Span(call, max(call, alive[node.name]), node.meta[BYTES]))
     return found

@@ -39,6 +39,9 @@ TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstan
 UNWATCHED = ("training", "forward", CALL)
 """Attributes of modules that plans do not depend on: a flag that they are chosen by, and what replaces calls."""
 
+OF_MODELS = "_ogc_of_models"
+"""A global of Python modules of ours whose functions are those of models: what they read is observed."""
+
 NO_DATA = ("__", "_abc_")
 _CONTAINERS = (list, tuple, OrderedDict, dict, set, frozenset, deque)
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -52,10 +55,35 @@ def table_of(thing: Any) -> Mapping[str, Any]:
     return thing if type(thing) is dict else vars(thing) if hasattr(thing, "__dict__") else {}
 
 
+class LookedUp:
+    """In a class with one instance, as if it were a slot: an attribute of another object, which ``find`` gives.
+
+    That one makes a value anew for each who asks; here it is the same object until it is another value.
+    """
+
+    def __init__(self, name: str, find: Callable[[Any], Any]) -> None:
+        self.name, self.find = name, find
+        self.known: Any = ABSENT
+
+    def __get__(self, thing: Any, owner: type | None = None) -> Any:
+        if thing is None:
+            return self
+        now = getattr(self.find(thing), self.name)
+        if type(now) is not type(self.known) or repr(now) != repr(self.known):
+            self.known = now
+        return self.known
+
+    def __set__(self, thing: Any, value: Any) -> None:
+        setattr(self.find(thing), self.name, value)
+
+
+SLOTS = (MemberDescriptorType, LookedUp)
+
+
 def slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that instances of a class have."""
     if kind not in _slots:
-        found = (name for one in kind.__mro__ for name, held in vars(one).items() if type(held) is MemberDescriptorType)
+        found = (name for one in kind.__mro__ for name, held in vars(one).items() if type(held) in SLOTS)
         _slots[kind] = tuple(name for name in dict.fromkeys(found) if not (name[:2] == name[-2:] == "__"))
     return _slots[kind]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from io import IOBase
 from itertools import chain
-from types import FrameType, FunctionType, MemberDescriptorType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from ..ranks import has_flat_parameters, views_of_flat
 from .intercept import MODULE_CODE, Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
 from .objects import (
     ABSENT,
+    OF_MODELS,
+    SLOTS,
     UNWATCHED,
     Before,
     is_container,
@@ -256,7 +258,8 @@ class Observer:
         if (id(thing), name) in self._told_of and not self.written_in_opaque:
             owner.scope = self.where()
             return
-        if frame.f_globals is MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
+        is_ours = str(frame.f_globals.get("__name__")).startswith("ogc.") and OF_MODELS not in frame.f_globals
+        if frame.f_globals is MODULE_CODE or is_ours:
             return
         with self._busy():
             owner.scope = self.where()
@@ -297,7 +300,7 @@ class Observer:
         kind = next((one for one in kinds if name in vars(one)), None)
         found = None if kind is None else vars(kind)[name]
         is_module = id(thing) in self._modules
-        is_slot = isinstance(found, MemberDescriptorType)
+        is_slot = isinstance(found, SLOTS)
         if is_slot or (name in table and not hasattr(type(found), "__set__")):
             self._name_read(owner, name)
         elif kind is not None:
