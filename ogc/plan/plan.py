@@ -132,10 +132,12 @@ class Plan:
 
         Raises:
             DependencyError: scipy is not installed.
-            PlanError: the plan has no graph.
+            PlanError: the plan has no graph, or it offloads.
         """
         from .bounds import Bounds, Gap
 
+        if self.offloaded:
+            raise PlanError("the gap is to plans that offload nothing, and this one does; there is no bound for those")
         bounds, asked = Bounds(self._known_graph, self.decisions), (self.max_overhead or 0.0) * self.step_seconds
         return Gap(
             self.peak_bytes,

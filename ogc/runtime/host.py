@@ -192,6 +192,10 @@ def file_in(folder: str) -> Any:
     Raises:
         InputError: none can be made there.
     """
+    if not hasattr(os, "preadv"):
+        raise InputError(
+            "offload= writes and reads files at places (os.preadv), which this system cannot; leave it out"
+        )
     try:
         return tempfile.TemporaryFile(dir=folder, buffering=0)
     except OSError as error:

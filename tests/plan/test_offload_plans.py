@@ -204,6 +204,14 @@ def test_an_offload_needs_a_host_and_moments():
         ogc.Host(0.0, 1.0)
 
 
+def test_bounds_are_of_plans_that_offload_nothing():
+    graph = replace(chain([8, 8, 8, 8]), host=HOST)
+    plan = ogc.make_plan(graph, [ogc.saved(0, 4)], offloaded=[Offload(0, 3, 2)])
+    assert plan.peak_bytes >= plan.lower_bound
+    with pytest.raises(ogc.PlanError, match="there is no bound for those"):
+        _ = plan.gap
+
+
 def test_a_plan_that_offloads_is_saved_and_loaded(tmp_path):
     graph = replace(chain([8, 8, 8, 8]), host=HOST)
     plan = ogc.make_plan(graph, [ogc.saved(0, 4)], offloaded=[Offload(0, 3, 2)])
