@@ -20,8 +20,8 @@ aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent
 
 FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py", "compiling/kernels.py", "parser/doors/")
-"""Where operators are told by their families: their own, what CUDA runs, how they are chunked and fused, how other tracers
-write them."""
+"""Where operators are told by their families: their own, what CUDA runs, how they are chunked and fused, how other
+tracers write them."""
 
 ELSEWHERE = {
     "sizing/hollow.py": {"add"},  # what autograd's engine calls by itself
