@@ -163,7 +163,7 @@ def _if_possible(costs: Replay, decisions: Decisions, weigh_away: Weigh | None) 
         return None
 
 
-def _first(costs: Replay, start: Candidate, aim: Aim, weigh: Weigh) -> Candidate:
+def _first(costs: Replay, start: Candidate, aim: Aim, weigh: Weigh = weigh_as_is) -> Candidate:
     """Where the first round begins: with all long values made again, as cuts never let go of them.
 
     For the least peak whatever the time, in programs of some length, with all values made again between all cuts.
