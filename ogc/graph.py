@@ -24,6 +24,11 @@ MIB = 2**20
 """Bytes of the unit in which sizes are printed."""
 
 
+def _may_save(op: Operation) -> tuple[int, ...]:
+    """The values that an operation saves in one of its variants or the other."""
+    return op.saves if op.low_memory is None else (*op.saves, *op.low_memory.saves)
+
+
 @dataclass(frozen=True)
 class Value:
     """One tensor storage made by the program: its name and its size in bytes."""
@@ -321,7 +326,8 @@ class Graph:
             if len(self._in_variants) > 2:  # few are asked for again and again
                 self._in_variants.clear()
             operations = tuple(op.in_variant(t in wanted) for t, op in enumerate(self.operations))
-            self._in_variants[wanted] = replace(self, operations=operations)
+            made = self._in_variants[wanted] = replace(self, operations=operations)
+            vars(made)["cuts"] = self.cuts  # whatever is chosen, so that a plan of one choice is one of all
         return self._in_variants[wanted]
 
     @cached_property
@@ -457,7 +463,7 @@ class Graph:
             for v, (producer, last) in enumerate(zip(self.producers, self.last_writes, strict=True))
         ]
         for t, op in enumerate(self.operations):
-            for v in op.reads if op.writes or op.saves else ():
+            for v in op.reads if op.writes or _may_save(op) else ():
                 if v not in op.writes and t < self.last_writes[v]:
                     last[v] = self.last_uses[v]
         # After an operation that touches no value, the cut is the one before it.
@@ -475,7 +481,7 @@ class Graph:
             for v in found.intersection((*op.reads, *op.writes)):
                 is_writer = v in op.writes
                 is_asked = op.writes != (v,) or op.internal_bytes or op.low_memory  # by others, or for its own sake
-                needs_half = t <= self.last_writes[v] and (v in op.saves or (op.writes and not is_writer))
+                needs_half = t <= self.last_writes[v] and (v in _may_save(op) or (op.writes and not is_writer))
                 if needs_half or (is_writer and is_asked):
                     found.discard(v)
         return frozenset(found)

@@ -465,7 +465,8 @@ class VariantSearch:
         enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
         if max(self.own.graph.operation_bounds) >= enough:
             return max(self.graph.with_variants(self.graph.low_memory).operation_bounds) < enough
-        return weigh(self.costs, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
+        with_all = self.costs.if_possible(replace(found.decisions, low_memory=self.graph.low_memory))
+        return with_all is None or with_all.peak_bytes < enough  # what saves something else may need other cuts
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
         """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at."""
@@ -483,10 +484,13 @@ class VariantSearch:
 
         def with_needed(keeping: Sequence[int]) -> Candidate | None:
             """With these variants and those without which some operation would exceed ``peak``, if it fits then."""
-            first = simulate(graph, replace(found.decisions, low_memory=tuple(keeping)))
-            needed = {event.operation for event in first.timeline if event.bytes > peak}.intersection(graph.low_memory)
-            made = weigh(self.costs, replace(found.decisions, low_memory=tuple(sorted(needed.union(keeping)))))
-            return made if made.peak_bytes <= peak else None
+            with suppress(PlanError):  # a variant left out would save what the plan makes again
+                first = simulate(graph, replace(found.decisions, low_memory=tuple(keeping)))
+                over = {event.operation for event in first.timeline if event.bytes > peak}
+                needed = over.intersection(graph.low_memory)
+                made = weigh(self.costs, replace(found.decisions, low_memory=tuple(sorted(needed.union(keeping)))))
+                return made if made.peak_bytes <= peak else None
+            return None
 
         best = with_needed(keeping)
         if best is None:  # the variants of operations that the search saw otherwise

@@ -49,7 +49,7 @@ def check_random_plans(seed, count, goals=()):
     for graph in (random_graph(seed, most=14), variants_graph(seed, most=14)):
         rng = random.Random(seed)
         plans = [*random_plans(graph, rng, count), *random_plans(graph, rng, count, random_decisions)]
-        planned = [ogc.solve(replace(graph), effort=1, **goal) for goal in goals if not graph.low_memory]
+        planned = [ogc.solve(replace(graph), effort=1, **goal) for goal in goals]
         check_no_plan_is_better(graph, [*plans, *planned, plain_plan(graph)])
 
 
@@ -73,6 +73,15 @@ def test_less_is_allowed_less_is_possible(seed):
     by_bytes = [bounds.least_seconds(plain + (least - plain) * n // 5) for n in range(6)]
     assert all(a <= b + 1e-3 * graph.step_seconds for a, b in pairwise(by_bytes))
     assert bounds.least_seconds(least - 1) == math.inf
+
+
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_variants_do_not_change_cuts(seed):
+    """So no plan of one choice of variants is refused in another."""
+    graph = variants_graph(seed, most=14)
+    assert {graph.with_variants(chosen).cuts for chosen in ((), graph.low_memory, graph.low_memory[:1])} == {graph.cuts}
+    for goal in ({"memory_budget": "least"}, {"max_overhead": 0.2}, {}):
+        ogc.simulate(graph, ogc.solve(graph, **goal))
 
 
 def test_bounds_by_hand():
