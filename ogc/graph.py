@@ -168,6 +168,7 @@ class Host:
         values: those that may be offloaded; None for all that the caller does not hold.
         folder: of the file that they go to; "" for pinned memory.
         each: seconds that a step takes longer for each of them, however small.
+        memory: most bytes that may be there of one forward; None for as many as there are.
     """
 
     out: float
@@ -175,6 +176,7 @@ class Host:
     values: frozenset[int] | None = None
     folder: str = ""
     each: float = 0.0
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         if not (self.out > 0 and self.back > 0):
@@ -392,6 +394,11 @@ class Graph:
         values = range(len(self.values)) if self.host.values is None else self.host.values
         held = {v for v, value in enumerate(self.values) if value.is_output or value.is_returned}
         return frozenset(v for v in values if v not in held and self.last_uses[v] < self.end)
+
+    def fits_host(self, values: Iterable[int]) -> bool:
+        """Whether the host has room for these values together: at the end of the forward all are there."""
+        most = None if self.host is None else self.host.memory
+        return most is None or sum(self.values[v].bytes for v in values) <= most
 
     @cached_property
     def first_savers(self) -> tuple[int, ...]:

@@ -66,6 +66,7 @@ def optimize(
     once: Iterable[Entry] = (),
     offload: str | PathLike[str] | bool = False,
     bandwidth: float | tuple[float, float] | None = None,
+    host_memory: int | str | None = None,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -133,6 +134,7 @@ def optimize(
             to recompute what is over the budget. On a CPU the path of a folder, in which a file without a name has
             them, or True for the folder of temporary files; on CUDA True, for pinned memory. Needs a budget.
         bandwidth: bytes per second of these copies, or a pair of them, out and back; measured where it is not given.
+        host_memory: most bytes, or a text like ``"64GB"``, that one forward may offload.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -180,7 +182,7 @@ def optimize(
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
-    offloading = Offloading.of(offload, bandwidth)
+    offloading = Offloading.of(offload, bandwidth, host_memory)
     if offloading is not None:
         others = {
             "chunks=": chunks > 1, "compile=": backend is not None, "keep=, recompute= and once=": bool(said),

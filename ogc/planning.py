@@ -38,7 +38,7 @@ from .program.structures import Call, InputSpec
 from .runtime.copies import offloadable_values
 from .runtime.host import bandwidths
 from .solver import FAIR, Budget, Goal, SolveOptions, is_number
-from .solver.goal import in_bytes
+from .solver.goal import bytes_of, in_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
 
@@ -313,21 +313,23 @@ def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
 
 @dataclass(frozen=True)
 class Offloading:
-    """Where values may be offloaded to: a folder, or with "" pinned memory; bytes per second out and back, if known."""
+    """Where values may be offloaded to: a folder, or with "" pinned memory; bytes per second out and back, if known;
+    most bytes that may be there of one forward."""
 
     folder: str
     bandwidth: tuple[float, float] | None = None
+    memory: int | None = None
 
     @classmethod
-    def of(cls, offload: Any, bandwidth: Any) -> Offloading | None:
+    def of(cls, offload: Any, bandwidth: Any, memory: Any) -> Offloading | None:
         """What the arguments of :func:`ogc.optimize` mean.
 
         Raises:
             InputError: one of them is of the wrong kind, or there is no such folder.
         """
         if offload is False or offload is None:
-            if bandwidth is not None:
-                raise InputError("bandwidth= is that of offload=, which is not given")
+            if bandwidth is not None or memory is not None:
+                raise InputError("bandwidth= and host_memory= are those of offload=, which is not given")
             return None
         if offload is not True and not (isinstance(offload, (str, os.PathLike)) and os.path.isdir(offload)):
             raise InputError(f"offload must be True or the path of a folder that is there, not {offload!r}")
@@ -336,7 +338,13 @@ class Offloading:
             raise InputError(
                 f"bandwidth must be bytes per second, more than 0, or a pair of such numbers, not {bandwidth!r}"
             )
-        return cls("" if offload is True else os.path.abspath(offload), None if bandwidth is None else pair)
+        try:
+            most = bytes_of(memory, 1) if in_bytes(memory) and memory is not None else None
+        except InputError:
+            most = None
+        if memory is not None and most is None:
+            raise InputError(f"host_memory must be bytes, or a text like '64GB' or '512MiB', not {memory!r}")
+        return cls("" if offload is True else os.path.abspath(offload), None if bandwidth is None else pair, most)
 
     def on(self, graph: Graph) -> Graph:
         """The graph, whose plans may offload.
@@ -352,7 +360,7 @@ class Offloading:
         if self.bandwidth is None and device.type not in ("cpu", "cuda"):
             raise InputError(f"the bandwidth to {device.type} cannot be measured; give bandwidth= in bytes per second")
         out, back, each = (*self.bandwidth, 0.0) if self.bandwidth else bandwidths(device, folder)
-        return replace(graph, host=Host(out, back, offloadable_values(graph), folder, each))
+        return replace(graph, host=Host(out, back, offloadable_values(graph), folder, each, self.memory))
 
 
 @dataclass(frozen=True)

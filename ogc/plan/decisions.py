@@ -235,6 +235,9 @@ def _check_offloaded(graph: Graph, offloaded: tuple[Offload, ...]) -> None:
             )
         if not 0 <= back < len(graph):
             raise PlanError(f"value {name} is to be back before operation {back}, which the graph lacks")
+    if not graph.fits_host(one.value for one in offloaded):
+        size = sum(graph.values[one.value].bytes for one in offloaded)
+        raise PlanError(f"the plan offloads {size} bytes, more than the {graph.host.memory} that the host has for them")
 
 
 def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:

@@ -113,6 +113,19 @@ def test_the_slower_the_copies_the_less_is_offloaded():
     assert plans[-1].added_seconds == 0
 
 
+@pytest.mark.parametrize("memory", [0, 20, 40, 1000])
+def test_a_host_has_so_much_memory(memory):
+    """What it has no room for is recomputed."""
+    graph = replace(chain([8] * 20), host=ogc.Host(16.0, 16.0, memory=memory))
+    plan, free = solved(graph, 64), solved(replace(graph, host=ogc.Host(16.0, 16.0)), 64)
+    assert sum(graph.values[one.value].bytes for one in plan.offloaded) <= memory
+    assert plan.peak_bytes <= 64 and bool(plan.recomputed_seconds) == (memory < 1000)
+    assert plan.added_seconds >= free.added_seconds
+    if memory < 1000:
+        with pytest.raises(ogc.PlanError, match=f"more than the {memory} that the host has"):
+            ogc.make_plan(graph, free.decisions)
+
+
 def test_goals_without_a_budget_offload_nothing():
     graph = replace(chain([8] * 12), host=ogc.Host(8.0, 8.0))
     for goal in ({}, {"memory_budget": "least"}, {"max_overhead": 0.2}):

@@ -37,6 +37,8 @@ def timed_candidate(costs: Replay, decisions: Decisions, budget: int) -> Candida
         profile = costs.profile(replace(decisions, offloaded=offloaded))
         needed = [v for v in values if v in profile.needed]
         if needed == values:
+            if not costs.graph.fits_host(values):
+                raise PlanError("the host has not so many bytes")
             return _candidate(profile, decisions, values, budget)
         values = needed
 
@@ -60,9 +62,10 @@ def _relieved(costs: Replay, decisions: Decisions, budget: int) -> Candidate | N
             break
         alive = profile.bytes_of_steps(profile.trips(found.decisions.offloaded))
         step, over = int(alive.argmax()), found.peak_bytes - budget
-        more = []
+        more: list[int] = []
         for v in possible:
-            if over > 0 and v not in chosen and graph.last_uses[v] < step < profile.needed[v]:
+            is_at_peak = graph.last_uses[v] < step < profile.needed[v]
+            if over > 0 and v not in chosen and is_at_peak and graph.fits_host((*chosen, *more, v)):
                 more.append(v)
                 over -= graph.values[v].bytes
         if not more:
