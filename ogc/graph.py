@@ -6,27 +6,21 @@ pass are not values, because they stay in memory whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, ParseError, optional
 
 if TYPE_CHECKING:
     import networkx as nx
 
-T = TypeVar("T")
 
 MIB = 2**20
 """Bytes of the unit in which sizes are printed."""
-
-
-def _may_save(op: Operation) -> tuple[int, ...]:
-    """The values that an operation saves in one of its variants or the other."""
-    return op.saves if op.low_memory is None else (*op.saves, *op.low_memory.saves)
 
 
 @dataclass(frozen=True)
@@ -117,6 +111,11 @@ class Operation(Variant):
             takes_over=None if taken is None else numbers[taken],
             low_memory=variant and replace(variant, saves=new(variant.saves)),
         )
+
+    @property
+    def may_save(self) -> tuple[int, ...]:
+        """The values that it saves in one of its variants or the other."""
+        return self.saves if self.low_memory is None else (*self.saves, *self.low_memory.saves)
 
     @property
     def variant_seconds(self) -> float:
@@ -387,8 +386,7 @@ class Graph:
 
     @cached_property
     def offloadable(self) -> frozenset[int]:
-        """The values that may be offloaded: those that the forward does not hand to the caller, as far as the host
-        takes them."""
+        """The values that may be offloaded: those that the caller does not hold, as far as the host takes them."""
         if self.host is None:
             return frozenset()
         values = range(len(self.values)) if self.host.values is None else self.host.values
@@ -470,7 +468,7 @@ class Graph:
             for v, (producer, last) in enumerate(zip(self.producers, self.last_writes, strict=True))
         ]
         for t, op in enumerate(self.operations):
-            for v in op.reads if op.writes or _may_save(op) else ():
+            for v in op.reads if op.writes or op.may_save else ():
                 if v not in op.writes and t < self.last_writes[v]:
                     last[v] = self.last_uses[v]
         # After an operation that touches no value, the cut is the one before it.
@@ -488,7 +486,7 @@ class Graph:
             for v in found.intersection((*op.reads, *op.writes)):
                 is_writer = v in op.writes
                 is_asked = op.writes != (v,) or op.internal_bytes or op.low_memory  # by others, or for its own sake
-                needs_half = t <= self.last_writes[v] and (v in _may_save(op) or (op.writes and not is_writer))
+                needs_half = t <= self.last_writes[v] and (v in op.may_save or (op.writes and not is_writer))
                 if needs_half or (is_writer and is_asked):
                     found.discard(v)
         return frozenset(found)
@@ -546,17 +544,20 @@ class Graph:
         return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
 
 
-Known = tuple[int, float]
-"""Peak in bytes and added seconds of another plan."""
-
-
-def price(peak: int, plain: int, added: float, step: float, floor: Known | None, free: Known | None = None) -> str:
+def price(
+    peak: int,
+    plain: int,
+    added: float,
+    step: float,
+    floor: tuple[int, float] | None,
+    free: tuple[int, float] | None = None,
+) -> str:
     """A plan in one line: its peak and the plain model's in bytes, and the share of the plain step that it adds.
 
     Args:
         peak, plain: in bytes.
         added, step: seconds that the plan adds, and of the plain step.
-        floor: the plan with the least peak, if that is known.
+        floor: peak in bytes and added seconds of the plan with the least peak, if that is known.
         free: the plan for the same goal where nothing is told, if something was.
     """
     share = 1 / step if step else 0.0
@@ -568,27 +569,6 @@ def price(peak: int, plain: int, added: float, step: float, floor: Known | None,
             f"; what was told costs {(peak - free[0]) / MIB:+.1f} MiB and {share * (added - free[1]):+.1%} of a step"
         )
     return text
-
-
-def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
-    """Rows as stretches, and how often each follows itself: equal layers of a model are one stretch.
-
-    Args:
-        rows: in order.
-        key: equal for rows that say the same.
-        most: rows of a stretch.
-    """
-    keys, start = [key(row) for row in rows], 0
-    while start < len(rows):
-        length, times = 1, 1
-        for size in range(1, min(most, (len(rows) - start) // 2) + 1):
-            again = 1
-            while keys[start : start + size] == keys[start + again * size : start + (again + 1) * size]:
-                again += 1
-            if again > 1 and again * size > length * times:
-                length, times = size, again
-        yield rows[start : start + length], times
-        start += length * times
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InputError, PlanError, optional
-from ..graph import MIB, Graph, fold, price, table
+from ..graph import MIB, Graph, price, table
 from .decisions import Decisions, Offload, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .bounds import Gap
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Plan:
         shares = (seconds / self.step_seconds if self.step_seconds else 0.0 for seconds in parts)
         known = self.graph is not None
         blocks = [*_blocks(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
-        rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
+        rows = [row for stretch, times in _fold(blocks, _look) for row in _rows(stretch, times)]
         texts = [self.summary, table(["segment", "operations", "modules", "mode", "saved MiB", "recomputed"], rows)]
         if known and self.low_memory:
             header = [
@@ -319,6 +321,27 @@ def _rows(stretch: Sequence[list[_Row]], times: int) -> Iterator[tuple[str, ...]
             "",
             "",
         )
+
+
+def _fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
+    """Rows as stretches, and how often each follows itself: equal layers of a model are one stretch.
+
+    Args:
+        rows: in order.
+        key: equal for rows that say the same.
+        most: rows of a stretch.
+    """
+    keys, start = [key(row) for row in rows], 0
+    while start < len(rows):
+        length, times = 1, 1
+        for size in range(1, min(most, (len(rows) - start) // 2) + 1):
+            again = 1
+            while keys[start : start + size] == keys[start + again * size : start + (again + 1) * size]:
+                again += 1
+            if again > 1 and again * size > length * times:
+                length, times = size, again
+        yield rows[start : start + length], times
+        start += length * times
 
 
 def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
