@@ -208,7 +208,6 @@ COMPILED = Experiment(
         **{
             f"ogc, operators, {share:g}": Way(partial(_in_backend, memory_budget=share)) for share in (0.5, 0.3)
         },
-        "ogc.optimize, 0.5": Way(partial(_optimized, memory_budget=0.5), is_ours=True),
     },
     lambda case, inputs: mean_square,
     case_of=lambda name: replace(CASES["bert_base"], build=SMALL_BERT) if name == "bert" else CASES[name],
