@@ -221,6 +221,7 @@ def test_new_sizes_run_by_the_plan(plans):
     assert len(plans) == 1
 
 
+@pytest.mark.full
 def test_a_model_that_nobody_holds_is_freed(plans):
     torch.manual_seed(0)
     model, x = Broken(2), torch.randn(4, 32, 32)

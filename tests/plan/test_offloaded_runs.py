@@ -82,9 +82,8 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "encoder" else pytest.mark.full) for name in NETWORKS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", NETWORKS)
 def test_plans_that_are_found_take_what_they_promise_to_the_byte(name, tmp_path):
     torch.manual_seed(0)
     make, make_inputs = NETWORKS[name]

@@ -171,6 +171,7 @@ def run_home(run):
     return home
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_model_that_goes(tmp_path):
     ogc.optimize(mlp(), X, memory_budget=0.5)(X).sum().backward()  # for which torch starts threads
     before, files = threads_that_stay(), open_files()
@@ -233,6 +234,7 @@ def in_a_fork():
     assert os.listdir(folder) == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
 def test_a_forked_process_has_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("OGC_TEST_FOLDER", str(tmp_path))

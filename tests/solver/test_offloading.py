@@ -81,7 +81,7 @@ def test_moments_are_near_the_best_of_all(seed):
                 assert graph.step_seconds + cost.added_seconds <= 1.1 * (graph.step_seconds + least)
 
 
-@pytest.mark.parametrize("seed", seeds(3, 8))
+@pytest.mark.parametrize("seed", seeds(1, 8))
 def test_a_host_never_makes_a_plan_slower(seed):
     graph = random_graph(seed, 20)
     for share in (0.8, 0.6):
@@ -95,6 +95,7 @@ def share_of(graph, share):
     return int(share * plain_peak(graph))
 
 
+@pytest.mark.full
 def test_what_fits_with_a_host_alone_is_found():
     """A chain whose operations must not run twice."""
     graph = chain([8] * 10)
@@ -106,6 +107,7 @@ def test_what_fits_with_a_host_alone_is_found():
         ogc.solve(replace(graph, host=ogc.Host(8.0, 8.0)), memory_budget=9)
 
 
+@pytest.mark.full
 def test_the_slower_the_copies_the_less_is_offloaded():
     plans = [solved(replace(chain([8] * 20), host=ogc.Host(rate, rate)), 64) for rate in (0.25, 2.0, 4.0, 16.0)]
     assert not plans[0].offloaded and plans[-1].offloaded
