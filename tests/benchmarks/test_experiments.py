@@ -111,7 +111,7 @@ def test_at_the_memory_of_others():
         *(row("c", BLOCKS, 0.3), row("c", OF_BLOCKS, None, reason="no plan")),
         *(row("d", BLOCKS, 0.3, peak_bytes=11), row("d", OF_BLOCKS, 0.0, 0.0)),
     ]
-    assert missed(rows, "blocks, over theirs, where these save memory: worst") == ("0.80", ("b (0.80)", "c (no plan)"))
+    assert missed(rows, "over that of blocks, where these save memory: worst") == ("0.80", ("b (0.80)", "c (no plan)"))
     assert missed(rows, "geometric mean") == ("0.40", ())
     assert missed([row("a", BLOCKS, -0.01), row("a", OF_BLOCKS, 0.0)], "geometric mean")[0] == "1.00"
     rows = [row("a", BLOCKS, 0.3, peak_bytes=2**20), row("a", OF_BLOCKS, 0.1, 0.1, peak_bytes=2**21)]
