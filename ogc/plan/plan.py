@@ -240,7 +240,7 @@ class Plan:
         shares = (seconds / self.step_seconds if self.step_seconds else 0.0 for seconds in parts)
         known = self.graph is not None
         blocks = [*_blocks(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
-        rows = [row for stretch, times in _fold(blocks, _look) for row in _rows(stretch, times)]
+        rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
         texts = [self.summary, table(["segment", "operations", "modules", "mode", "saved MiB", "recomputed"], rows)]
         if known and self.low_memory:
             header = [
@@ -323,7 +323,7 @@ def _rows(stretch: Sequence[list[_Row]], times: int) -> Iterator[tuple[str, ...]
         )
 
 
-def _fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
+def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
     """Rows as stretches, and how often each follows itself: equal layers of a model are one stretch.
 
     Args:

@@ -15,9 +15,10 @@ from stacks import with_views
 
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
-from ogc.graph import Graph, Operation, Value, fold
+from ogc.graph import Graph, Operation, Value
 from ogc.plan import make_plan
 from ogc.plan.decisions import Decisions, Policy, Segment, cut_into_segments, recomputed, saved
+from ogc.plan.plan import fold
 from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
