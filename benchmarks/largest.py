@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import ogc
-from ogc.sizing.needs import device_bytes, fixed_needs
+from ogc.sizing.needs import fixed_needs
+from ogc.solver.goal import memory_bytes
 from ogc.torch_state.allocator import peak_bytes
 
 from .losses import planned_as
@@ -36,7 +37,7 @@ def largest(trial: Trial, options: argparse.Namespace) -> Data:
         ``search_seconds``: of the CPU, until the plain model's size and ours were proved by simulation.
     """
     model, optimizer, device = trial.model, options.optimizer, first_of(trial.inputs).device
-    room = device_bytes(options.device_memory)
+    room = memory_bytes(options.device_memory, "device_memory")
     allocate_gradients(model)
 
     def sample(size: int) -> Inputs:

@@ -157,7 +157,7 @@ class Planning:
         else:
             check_goal_of_units(self.options, self.chunks)
         if self.device is not None:
-            optional("sizing.needs").device_bytes(self.device.memory)
+            optional("sizing.needs").memory_bytes(self.device.memory, "device_memory")
         self.options.parsing.check(model)
 
     def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:

@@ -38,7 +38,7 @@ from .program.structures import Call, InputSpec
 from .runtime.copies import offloadable_values
 from .runtime.host import bandwidths
 from .solver import FAIR, Budget, Goal, SolveOptions, is_number
-from .solver.goal import bytes_of, in_bytes
+from .solver.goal import in_bytes, memory_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
 
@@ -338,12 +338,7 @@ class Offloading:
             raise InputError(
                 f"bandwidth must be bytes per second, more than 0, or a pair of such numbers, not {bandwidth!r}"
             )
-        try:
-            most = bytes_of(memory, 1) if in_bytes(memory) and memory is not None else None
-        except InputError:
-            most = None
-        if memory is not None and most is None:
-            raise InputError(f"host_memory must be bytes, or a text like '64GB' or '512MiB', not {memory!r}")
+        most = None if memory is None else memory_bytes(memory, "host_memory")
         return cls("" if offload is True else os.path.abspath(offload), None if bandwidth is None else pair, most)
 
     def on(self, graph: Graph) -> Graph:

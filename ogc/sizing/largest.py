@@ -16,8 +16,9 @@ from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..process import collecting_new_only
 from ..solver import LEAST, LEAST_PEAK, Budget, Goal, optimal, solve
+from ..solver.goal import memory_bytes
 from .graphs import SIZES, Graphs
-from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes
+from .needs import Estimate, Optimizer, activation_budget, fits, fixed_needs, made_within, used_bytes
 
 GUESSES = 4
 """How often a size is predicted from two others, by the line through what is missing for them."""
@@ -148,7 +149,7 @@ def largest_batches(
         parsing = {"profile": "estimate", **parsing}
     parsing = {"device": device, "gradients": needs.when, **parsing}
     graphs = Graphs(model, make_sample, make_loss or (lambda size: loss), step, parsing)
-    search = _Search(graphs, needs, device_bytes(device_memory), step)
+    search = _Search(graphs, needs, memory_bytes(device_memory, "device_memory"), step)
     return search.find(max_overheads)
 
 

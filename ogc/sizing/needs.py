@@ -29,7 +29,7 @@ from ..program.program import (
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
-from ..solver.goal import LEAST, bytes_of
+from ..solver.goal import LEAST, memory_bytes
 from .allocator import AllocatorSettings, DeviceFullError
 from .optimizers import alone_bytes, optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
@@ -299,19 +299,9 @@ def input_bytes(sample_input: Any) -> int:
     return storage_bytes(InputSpec.of(*call_arguments(sample_input))[1])
 
 
-def device_bytes(device_memory: Budget) -> int:
-    """Bytes that ``device_memory`` stands for: a number or a text such as ``"24GB"``."""
-    if isinstance(device_memory, (int, str)) and not isinstance(device_memory, bool):
-        try:
-            return bytes_of(device_memory, 0)
-        except InputError:
-            pass
-    raise InputError(f"device_memory must be bytes or a text like '24GB' or '8GiB', not {device_memory!r}")
-
-
 def activation_budget(needs: Estimate, device_memory: Budget) -> int:
     """Bytes that a device of this size leaves for activations; 0 where it is too small for the rest."""
-    room = device_bytes(device_memory)
+    room = memory_bytes(device_memory, "device_memory")
     return room - needs.fixed if room > needs.with_activations(0) else 0
 
 
@@ -397,7 +387,7 @@ def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], 
     Raises:
         SolveError: nothing fits; the message says which device would do, where that is known.
     """
-    room = device_bytes(device_memory)
+    room = memory_bytes(device_memory, "device_memory")
     budget = activation_budget(needs, device_memory) or 1
     try:
         return made_within(needs, room, budget, plan, plan_of)

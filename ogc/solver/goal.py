@@ -105,6 +105,16 @@ def bytes_of(budget: Budget, plain: int) -> int:
     )
 
 
+def memory_bytes(size: Any, argument: str) -> int:
+    """Bytes of a memory that an argument gives: a number or a text such as ``"24GB"``, but no share."""
+    if isinstance(size, (int, str)) and not isinstance(size, bool):
+        try:
+            return bytes_of(size, 0)
+        except InputError:
+            pass
+    raise InputError(f"{argument} must be bytes or a text like '24GB' or '8GiB', not {size!r}")
+
+
 def is_number(goal: Any) -> bool:
     """Whether this is a number, which True is not."""
     return isinstance(goal, (int, float)) and not isinstance(goal, bool)

@@ -305,7 +305,7 @@ def test_shared_storages_and_a_frozen_part(tmp_path):
         ({"host_memory": "1GB"}, "bandwidth= and host_memory= are those of offload=, which is not given"),
         (
             {"offload": True, "host_memory": 0.5},
-            "host_memory must be bytes, or a text like '64GB' or '512MiB', not",
+            "host_memory must be bytes or a text like '24GB' or '8GiB', not 0.5",
         ),
         ({"offload": True, "host_memory": "much"}, "host_memory must be bytes"),
         ({"offload": True, "host_memory": "least"}, "host_memory must be bytes"),
