@@ -74,18 +74,15 @@ class Profile:
     @classmethod
     def of(cls, graph: Graph, decisions: Decisions, cost: Cost) -> Profile:
         """That of a plan as the schedule has it."""
-        every = tuple(Offload(v, len(graph), 0) for v in range(len(graph.values)))
         schedule = Schedule(graph, decisions)
-        schedule.offloaded = every
-        memory, sizes = Memory(Schedule(graph, decisions)), []
+        memory, sizes = Memory(schedule), []
         for number, step in enumerate(schedule.steps):
             before = len(memory.timeline)
             memory.take(number, step)
             sizes.append(max(event.bytes for event in memory.timeline[before:]))
         during = [step.operation if step.during is None else step.during for step in schedule.steps]
-        needed = {v: trip.needed for v, trip in schedule.trips.items()}
         arrays = np.array(sizes, np.int64), np.array(seconds_of(schedule)), np.array(during, np.int32)
-        return cls(graph, cost, *arrays, needed)
+        return cls(graph, cost, *arrays, schedule.needs[0])
 
     @cached_property
     def starts(self) -> list[float]:

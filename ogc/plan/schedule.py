@@ -220,12 +220,15 @@ class Schedule:
 
     @cached_property
     def trips(self) -> dict[int, Trip]:
-        """The offloaded values that some step needs behind the forward, by the order of their copies out.
+        """The offloaded values that some step needs behind the forward, by the order of their copies out."""
+        return trips_of(self.graph, self.offloaded, *self.needs) if self.offloaded else {}
+
+    @cached_property
+    def needs(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The first step behind the forward that needs each value of it, and the first of each operation's backward.
 
         A recomputation begins with all that it starts from.
         """
-        if not self.offloaded:
-            return {}
         needed: dict[int, int] = {}
         starts: dict[int, int] = {}  # of each operation, the first step of its backward
         first: dict[int, int] = {}  # of each recomputation, its first step
@@ -235,7 +238,7 @@ class Schedule:
             for run, v in self.reads(step):
                 if run == FORWARD:
                     needed[v] = min(begins, needed.get(v, begins))
-        return trips_of(self.graph, self.offloaded, needed, starts)
+        return needed, starts
 
     def _asks_for(self, number: int, t: int) -> bool:
         saves = self.graph.operations[t].saves
