@@ -177,7 +177,8 @@ class _Log(OperatorMode):
 @cache
 def _written_over(operator: Any) -> frozenset[str]:
     """The arguments of an operator whose content it does not read."""
-    return frozenset(argument.name for argument in schema_of(operator).arguments if argument.is_out)
+    arguments: Any = getattr(schema_of(operator), "arguments", ())
+    return frozenset(argument.name for argument in arguments if argument.is_out)
 
 
 class _Run:
