@@ -2,7 +2,8 @@
 
 ``time``: what plans promise and steps pay. ``families``: eight families of models, those of HiRemate (ICML 2025,
 Gusak et al.), at small overheads and at the sizes of its table where these are said. ``compiled``: torch.compile with
-its own budgets beside plans, as they are and compiled. ``logits``: language models whose logits are the widest tensor.
+its own budgets beside plans, as they are and compiled. ``partitioned``: its budgets beside ours in torch.compile.
+``logits``: language models whose logits are the widest tensor.
 """
 
 from __future__ import annotations
@@ -158,6 +159,23 @@ FAMILIES = Experiment(
 
 # -- compiled -----------------------------------------------------------------------------------------------------
 
+COMPILED = Experiment(
+    {"transformer": ("attention", 16, None), "pointwise": ("pointwise", 4096, None), "resnet18": ("resnet18", 4, 160)},
+    {
+        "plain": Way(_plain),
+        "compiled": Way(_compiled),
+        **{f"compiled, budget {budget:g}": Way(partial(_compiled, budget=budget)) for budget in (0.7, 0.5, 0.3, 0.1)},
+        "ogc": Way(lambda trial: _optimized(trial, memory_budget=0.5, loss=trial.loss), is_ours=True),
+        "ogc, compile=True": Way(
+            lambda trial: _optimized(trial, memory_budget=0.5, loss=trial.loss, compile=True),
+            is_ours=True, tolerance=float("inf"),
+        ),
+    },
+    lambda case, inputs: mean_square,
+)  # fmt: skip
+
+# -- partitioned --------------------------------------------------------------------------------------------------
+
 THEIR_BUDGETS, OUR_SHARES = (0.7, 0.5, 0.3, 0.15, 0.1, 0.05), (0.9, 0.7, 0.5, 0.3, 0.15, 0.1, 0.05)
 COMPILED_BLOCKS = "compiled, blocks"
 SMALL_BERT = partial(Bert, 8192, width=256, heads=4, depth=6)
@@ -190,7 +208,7 @@ def _if_it_fits(trial: Trial, **options: Any) -> Run:
         raise
 
 
-COMPILED = Experiment(
+PARTITIONED = Experiment(
     {
         "attention": ("attention", 4, None), "bert": ("bert", 4, 128), "llama": ("llama", 2, 128),
         "pointwise": ("pointwise", 2048, None), "convnext_tiny": ("convnext_tiny", 1, 112),
@@ -256,7 +274,7 @@ LOGITS = Experiment(
     case_of=lambda words: with_labels(int(words)),
 )  # fmt: skip
 
-EXPERIMENTS = {"time": TIME, "families": FAMILIES, "compiled": COMPILED, "logits": LOGITS}
+EXPERIMENTS = {"time": TIME, "families": FAMILIES, "compiled": COMPILED, "partitioned": PARTITIONED, "logits": LOGITS}
 
 
 def measured(trial: Trial, ways: Mapping[str, Way]) -> Iterator[str]:

@@ -21,11 +21,13 @@ from benchmarks.experiments import (
     NOTHING,
     OF_BLOCKS,
     OF_SELECTIVE,
+    PARTITIONED,
     PLAIN,
     SELECTIVE,
     TIME,
     TINY,
 )
+from benchmarks.losses import mean_square
 from benchmarks.measuring import Seconds, in_turn
 from benchmarks.networks.transformers import Gpt2
 from benchmarks.results import Results
@@ -88,6 +90,21 @@ def test_quick_steps_have_more_rounds_but_not_any_number(monkeypatch):
     with measuring.one_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_backend_runs_within_its_budget_or_says_that_nothing_fits():
+    torch._dynamo.reset()
+    trial = Trial(
+        "pointwise", CASES["pointwise"], torch.device("cpu"), Results(None, {}), batch_size=2048,
+        loss_of=lambda inputs: mean_square,
+    )  # fmt: skip
+    make = PARTITIONED.ways["ogc, operators, 0.5"].make
+    half = trial.measured("half", partial(make, trial))
+    assert half.peak_bytes <= 0.55 * half.plain_bytes and not half.reason
+    least = trial.measured("too little", partial(make, trial, memory_budget=0.01))
+    assert "no plan found peaks at or below" in least.reason and not least.failed
 
 
 # -- aims ---------------------------------------------------------------------------------------------------------
