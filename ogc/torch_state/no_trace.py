@@ -33,8 +33,11 @@ _met: OnThread[dict[int, tuple[Any, Before]] | None] = OnThread(None)
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at."""
-    with _plain.set_to(True), remembering():
+    """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at.
+
+    Operators are weighed on tensors that nobody has filled, where NaN means nothing: anomalies are not detected.
+    """
+    with _plain.set_to(True), remembering(), torch.autograd.set_detect_anomaly(False):
         yield
 
 

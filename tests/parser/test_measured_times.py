@@ -183,3 +183,14 @@ def test_calls_are_not_counted_where_somebody_else_profiles():
     finally:
         sys.setprofile(None)
     assert events and graph.runtime.left_out == 0
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_where_anomalies_are_detected_weighing_finds_none(profile):
+    """Operators are weighed on memory that nobody has filled: its NaNs are no anomalies of the model."""
+    words = torch.randint(10, (6, 8))
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(0, 1), nn.Linear(4, 10))
+    with torch.autograd.set_detect_anomaly(True):
+        graph = ogc.parse(model, words, profile=profile)
+        assert torch.is_anomaly_enabled()
+    assert graph.operations
