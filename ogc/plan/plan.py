@@ -173,6 +173,21 @@ class Plan:
         )
         return optional("sizing.requests").memory_peaks(self._known_graph, self.decisions, settings)
 
+    def snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write the simulated step as a memory snapshot of CUDA, for pytorch.org/memory_viz and its like.
+
+        Device 0 is the step by the plan, device 1 the plain model's, where that is known. Bytes are those requested: at
+        most :attr:`peak_bytes` are alive. Frames are the line, the modules and the phase that allocate.
+
+        Args:
+            path: of the file, a pickle.
+
+        Raises:
+            OSError: the file cannot be written.
+            PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
+        """
+        optional("sizing.snapshots").write_snapshot(self._known_graph, self.decisions, path)
+
     def plot(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.
 

@@ -148,11 +148,15 @@ class Memory:
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
-        for v in self.leaving.get(number, ()):
-            self._drop((FORWARD, v))
+        self.leave(number)
         for v in self.returning.get(number, ()):
             self._add((FORWARD, v))
         (self._backward if step.is_backward else self._forward)(number, step)
+
+    def leave(self, number: int) -> None:
+        """Drop the offloaded values that are gone before a step."""
+        for v in self.leaving.get(number, ()):
+            self._drop((FORWARD, v))
 
     def _forward(self, number: int, step: Step) -> None:
         op, t = self.graph.operations[step.operation], step.operation

@@ -271,6 +271,10 @@ class CachingAllocator:
         block.state, block.requested = State.FREE, 0
         block.pool.add_merged(block)
 
+    def block(self, handle: int) -> Block:
+        """The block of an allocation that has bytes and was not freed."""
+        return self._alive[handle]
+
     def release_cached(self) -> None:
         """Give free segments, and free pages of expandable ones, back to the device, as ``empty_cache`` does."""
         for pool in sorted(self._pools.values(), key=lambda pool: pool.is_small):

@@ -30,6 +30,13 @@ class Move(NamedTuple):
     bytes: int
 
 
+class Content(NamedTuple):
+    """What a block is for: of which operation, and what of it."""
+
+    operation: int
+    kind: str  # "value", "fetched value", "internal tensors", "temporary" or "gradient"
+
+
 class Requests(NamedTuple):
     """The moves of one step, and the simulator's events with the number of moves before each.
 
@@ -39,6 +46,9 @@ class Requests(NamedTuple):
     moves: tuple[Move, ...]
     timeline: tuple[Event, ...]
     places: tuple[int, ...]
+    schedule: Schedule
+    steps: tuple[int, ...]  # for each move, the step of the schedule that makes it
+    contents: tuple[Content, ...]  # by block
 
 
 def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Requests:
@@ -50,7 +60,8 @@ def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Req
     """
     found = replay(_Requesting(Schedule.of_step(graph, plan, "the plain model's requests are not known")))
     found.gradients.reach(graph.left_bytes)
-    return Requests(tuple(found.moves), tuple(found.timeline), tuple(found.places))
+    moves, timeline, places = tuple(found.moves), tuple(found.timeline), tuple(found.places)
+    return Requests(moves, timeline, places, found.schedule, tuple(found.step_of_moves), tuple(found.contents))
 
 
 class _Requesting(Memory):
@@ -63,22 +74,31 @@ class _Requesting(Memory):
         self.blocks: dict[tuple[int, int], int] = {}  # of copies of values (run, value)
         self.internal_blocks: dict[int, int] = {}
         self.sizes: list[int] = []  # by block
+        self.contents: list[Content] = []  # by block
+        self.step_of_moves: list[int] = []
+        self.number = 0  # of the step
         self.has_workspaces = self.graph.profile == "measure" and self.graph.device.startswith("cuda")
         self.gradients = _Gradients(self)
         self.targets = _gradients_behind(schedule)
 
-    def allocate(self, size: int) -> int:
-        """A new block."""
+    def allocate(self, size: int, kind: str, operation: int | None = None) -> int:
+        """A new block for the operation of this step, or another one."""
+        own = self.schedule.steps[self.number].operation
         self.sizes.append(size)
+        self.contents.append(Content(own if operation is None else operation, kind))
         block = len(self.sizes) - 1
         if size:
-            self.moves.append(Move(block, size))
+            self._move(block, size)
         return block
 
     def free(self, block: int) -> None:
         """Let go of a block."""
         if self.sizes[block]:
-            self.moves.append(Move(block, -self.sizes[block]))
+            self._move(block, -self.sizes[block])
+
+    def _move(self, block: int, size: int) -> None:
+        self.moves.append(Move(block, size))
+        self.step_of_moves.append(self.number)
 
     def pieces(self, op: Operation, size: int) -> Iterator[int]:
         """Sizes of the temporaries of an operation that together have ``size``."""
@@ -92,13 +112,16 @@ class _Requesting(Memory):
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
-        t = step.operation
+        self.number, t = number, step.operation
+        self.leave(number)
         if step.is_backward:
             self.gradients.target = self.targets[number]
+            self._begin_backward(self.graph.operations[t], self.graph.operations[t].backward_bytes)
             super().take(number, step)
             if t in self.internal_blocks:
                 self.free(self.internal_blocks.pop(t))
-            self.gradients.reach(self.targets[number], let_go=self.graph.operations[t].writes)
+            left = min(self.targets[number], self.gradients.total)  # the next step makes what is more
+            self.gradients.reach(left, let_go=self.graph.operations[t].writes)
         else:
             if step.during is not None:
                 self._begin_backward(self.graph.operations[step.during])
@@ -129,15 +152,19 @@ class _Requesting(Memory):
             if copy in self.blocks:
                 self.free(self.blocks.pop(copy))
         elif copy not in self.blocks:
-            self.blocks[copy] = self.allocate(change)
+            step, v = self.schedule.steps[self.number], copy[1]
+            if not step.is_backward and v in self.graph.operations[step.operation].writes:
+                self.blocks[copy] = self.allocate(change, "value")
+            else:
+                self.blocks[copy] = self.allocate(change, "fetched value", self.graph.producers[v])
 
     def _record(self, phase: str, step: Step, extra: int) -> None:
         op = self.graph.operations[step.operation]
         if step.is_backward:
             self._record_backward(phase, step, extra)
             return
-        internal = self.allocate(op.internal_bytes)
-        scratch = [self.allocate(size) for size in self.pieces(op, op.scratch_bytes)]
+        internal = self.allocate(op.internal_bytes, "internal tensors")
+        scratch = [self.allocate(size, "temporary") for size in self.pieces(op, op.scratch_bytes)]
         self._mark(phase, step, extra)
         for block in scratch:
             self.free(block)
@@ -151,7 +178,6 @@ class _Requesting(Memory):
         if self.timeline and self.timeline[-1][:3] == ("backward", step.run, step.operation):  # its late bytes
             self.gradients.reach(extra, let_go=op.writes)
         else:
-            self._begin_backward(op, op.backward_bytes)
             self.gradients.work(op, extra, self._sizes_of(op.reads))
         self._mark(phase, step, extra)
 
@@ -197,14 +223,14 @@ class _Gradients:
         first = min(max(late, 0), new - staying)
         for part in (first, new - staying - first):
             for size in self.memory.pieces(op, part):
-                self.working.append(self.memory.allocate(size))
+                self.working.append(self.memory.allocate(size, "temporary"))
                 self.total += size
 
     def _make(self, size: int, made: dict[int, int]) -> None:
         for v, most in (*made.items(), (-1, size)):
             part = min(size, most)
             if part:
-                self.held.append((v, self.memory.allocate(part)))
+                self.held.append((v, self.memory.allocate(part, "gradient")))
                 self.total += part
                 size -= part
 
