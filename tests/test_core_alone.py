@@ -45,12 +45,14 @@ for ask in (
     lambda: ogc.optimize(model, torch.randn(8, 3, 16, 16), device_memory="1GB"),
     lambda: ogc.parse(model, torch.randn(8, 3, 16, 16), device="cuda"),
     optimized.plan.memory,
+    lambda: optimized.plan.snapshot("plan.pickle"),
+    lambda: optimized.plan.html("plan.html"),
 ):
     try:
         ask()
     except ogc.DependencyError as error:
         said.append(str(error))
-assert len(said) == 4 and all("needs ogc.sizing" in text for text in said), said
+assert all("needs ogc.sizing" in text for text in said[:5]) and "needs ogc.looking" in said[5], said
 print(pathlib.Path(ogc.__file__).parent)
 """
 
@@ -58,7 +60,9 @@ print(pathlib.Path(ogc.__file__).parent)
 @pytest.mark.full
 def test_models_train_where_the_optional_packages_are_deleted(tmp_path):
     shutil.copytree(
-        PACKAGE, tmp_path / "ogc", ignore=shutil.ignore_patterns("__pycache__", "compiling", "sizing", "rewrites")
+        PACKAGE,
+        tmp_path / "ogc",
+        ignore=shutil.ignore_patterns("__pycache__", "compiling", "looking", "sizing", "rewrites"),
     )
     done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, cwd=tmp_path)
     assert not done.returncode, done.stderr

@@ -19,7 +19,7 @@ LAYERS = (
     {"program"},
     {"operators"},
     {"parser", "solver", "runtime"},
-    {"compiling", "planning", "rewrites", "sizing"},
+    {"compiling", "looking", "planning", "rewrites", "sizing"},
     {"in_parts"},
     {"checking"},
     {"planned"},
@@ -28,7 +28,7 @@ LAYERS = (
 )
 """From the ground up. A package imports from layers below its own alone; what is called ``""`` is ogc/__init__.py."""
 
-OPTIONAL = {"compiling", "rewrites", "sizing"}
+OPTIONAL = {"compiling", "looking", "rewrites", "sizing"}
 """Packages that the others do without, and ask for by :func:`ogc.errors.optional`."""
 
 FLAT_FILES, FILE_LINES, FUNCTION_LINES = 12, 600, 60

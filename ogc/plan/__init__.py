@@ -1,6 +1,6 @@
 """Plans as plain data: decisions, the schedule that they mean, the simulator that verifies them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, queues, simulate, pictures, plan.
+The files build on one another in this order: decisions, saving, schedule, queues, simulate, timeline, pictures, plan.
 """
 
 from .decisions import Decisions, Offload, Policy, Segment, recomputed, saved

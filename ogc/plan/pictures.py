@@ -1,7 +1,5 @@
 """Pictures: memory over a step, the graph with the segments of a plan, memory against overhead. They need matplotlib.
 
-Colours are those of Okabe and Ito, which people with any colour vision tell apart.
-
 Raises:
     DependencyError: matplotlib is not installed.
 """
@@ -9,9 +7,7 @@ Raises:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
-from itertools import accumulate, groupby
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,9 +19,8 @@ from numpy.typing import NDArray
 from ..errors import DependencyError, InputError
 from ..graph import MIB, Graph, Operation
 from .decisions import Decisions, Segment
-from .queues import Queues, seconds_of
 from .schedule import Schedule
-from .simulate import Event, plain_peak, plain_timeline, trace
+from .timeline import BLACK, BLUE, GREEN, GREY, LAYERS, ORANGE, PALE, PURPLE, RED, SKY, YELLOW, Timeline
 
 try:
     import matplotlib
@@ -37,11 +32,6 @@ except ImportError as error:
     raise DependencyError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
 
 FORMATS = (".png", ".svg", ".pdf")
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-GREY, PALE = "#767676", "#E4E4E4"
-
 Location = str | PathLike[str] | None
 
 
@@ -94,80 +84,6 @@ def mib(size: float) -> str:
 
 
 # -- memory over a step ------------------------------------------------------------------------------------------
-
-LAYERS = {
-    "checkpoints": ("checkpoints", BLUE),
-    "saved": ("other values of the forward", SKY),
-    "recomputed": ("computed again", ORANGE),
-    "gradients": ("gradients", GREEN),
-    "working": ("the running operation itself", PURPLE),
-}
-"""The kinds of bytes of :class:`ogc.plan.Moment`, from the bottom of the picture, with label and colour."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The numbers behind :func:`plot_timeline`.
-
-    Attributes:
-        edges: where each event begins and the last ends, in operations run.
-        layers: bytes at each event, by the names in ``LAYERS``.
-        backward: where the backward begins.
-        plain: edges and bytes of the plain model; None where they are not known.
-        plain_peak: in bytes.
-        is_plain: whether the plan is to run the plain model.
-        copies: of offloaded values: whether out of the device's memory, and from when to when, in operations run.
-    """
-
-    edges: NDArray[np.float64]
-    layers: dict[str, NDArray[np.int64]]
-    backward: float
-    plain: tuple[NDArray[np.float64], NDArray[np.int64]] | None
-    plain_peak: int
-    is_plain: bool
-    copies: tuple[tuple[bool, float, float], ...] = ()
-
-    @property
-    def total(self) -> NDArray[np.int64]:
-        """All bytes alive at each event."""
-        return np.sum(list(self.layers.values()), axis=0, dtype=np.int64)
-
-    @classmethod
-    def of(cls, graph: Graph, decisions: Decisions) -> Timeline:
-        """The timeline of these decisions by the simulator."""
-        moments = trace(graph, decisions)
-        events = plain_timeline(graph)
-        return cls(
-            edges=_edges([moment.event for moment in moments]),
-            layers={name: np.array([getattr(moment, name) for moment in moments], np.int64) for name in LAYERS},
-            backward=float(len(graph)),
-            plain=None if events is None else (_edges(events), np.array([event.bytes for event in events], np.int64)),
-            plain_peak=plain_peak(graph),
-            is_plain=decisions.is_plain,
-            copies=_copies(graph, decisions) if decisions.offloaded else (),
-        )
-
-
-def _copies(graph: Graph, decisions: Decisions) -> tuple[tuple[bool, float, float], ...]:
-    """When copies run, by the operations that run then: whoever waits stands still."""
-    schedule = Schedule(graph, decisions)
-    queues = Queues.of(schedule)
-    seconds = seconds_of(schedule)
-    for step, late in queues.waits:
-        seconds[step] += late
-    starts = [0.0, *accumulate(seconds)]
-
-    def place(time: float) -> float:
-        return float(np.interp(time, starts, range(len(starts))))
-
-    return tuple((one.is_out, place(one.start), place(one.stop)) for one in queues.copies)
-
-
-def _edges(events: Sequence[Event]) -> NDArray[np.float64]:
-    """An operation run is 1 wide; those of its events that follow one another share that."""
-    groups = (len([*group]) for _, group in groupby(events, lambda event: event[:3]))
-    widths = [1 / size for size in groups for _ in range(size)]
-    return np.concatenate([[0.0], np.cumsum(widths)])
 
 
 def plot_timeline(

@@ -188,6 +188,21 @@ class Plan:
         """
         optional("sizing.snapshots").write_snapshot(self._known_graph, self.decisions, path)
 
+    def html(self, path: str | os.PathLike[str]) -> None:
+        """Write a page that shows the plan in a browser: one file of at most 1 MB, which loads nothing.
+
+        It has the memory of one step by the plan and by the plain model, to zoom into; the tables of ``print(plan)``;
+        and what is kept, recomputed and offloaded, value by value.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file cannot be written.
+            PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
+        """
+        optional("looking.page").write_page(self._known_graph, self, path)
+
     def plot(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.
 
@@ -253,32 +268,39 @@ class Plan:
     def __str__(self) -> str:
         parts = (self.recomputed_seconds, self.runtime_seconds)
         shares = (seconds / self.step_seconds if self.step_seconds else 0.0 for seconds in parts)
-        known = self.graph is not None
-        blocks = [*_blocks(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
-        rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
-        texts = [self.summary, table(["segment", "operations", "modules", "mode", "saved MiB", "recomputed"], rows)]
-        if known and self.low_memory:
-            header = [
-                "low-memory",
-                "operator",
-                "module",
-                "PyTorch's own MiB",
-                "of a peak of",
-                "ms more",
-            ]
-            texts.append(table(header, [*_low_memory_rows(self._known_graph, self.decisions)]))
-        if known and self.offloaded:
-            header = ["offloaded", "made by", "module", "MiB", "gone before", "back before", "needed by"]
-            texts.append(table(header, [*_offloaded_rows(Schedule(self._known_graph, self.decisions))]))
+        tables = [(SEGMENT_COLUMNS, [])] if self.graph is None else tables_of(self.graph, self.decisions)
+        texts = [self.summary, *(table(header, rows) for header, rows in tables)]
+        if self.graph is not None and self.offloaded:
             share = self.waiting_seconds / self.step_seconds if self.step_seconds else 0.0
             texts.append(f"operations wait for copies {share:+.1%} time")
         texts.append(
             "recomputation {:+.1%}, runtime {:+.1%} time".format(*shares)
-            + f"; no plan of any kind below {self.lower_bound / MIB:.1f} MiB; {sum(map(len, blocks))} segments"
+            + f"; no plan of any kind below {self.lower_bound / MIB:.1f} MiB; {_count(self.segments)} segments"
         )
         if "gap" in vars(self):
             texts.append(str(self.gap))
         return "\n".join(texts)
+
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A header and its rows."""
+
+SEGMENT_COLUMNS = ("segment", "operations", "modules", "mode", "saved MiB", "recomputed")
+
+
+def tables_of(graph: Graph, decisions: Decisions) -> list[Table]:
+    """What a plan is printed as: its segments, equal ones folded; low-memory operators and offloaded values, if any."""
+    schedule = Schedule(graph, decisions)
+    blocks = [*_blocks(schedule, decisions.segments)]
+    rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
+    tables: list[Table] = [(SEGMENT_COLUMNS, rows)]
+    if decisions.low_memory:
+        header = ["low-memory", "operator", "module", "PyTorch's own MiB", "of a peak of", "ms more"]
+        tables.append((header, [*_low_memory_rows(graph, decisions)]))
+    if decisions.offloaded:
+        header = ["offloaded", "made by", "module", "MiB", "gone before", "back before", "needed by"]
+        tables.append((header, [*_offloaded_rows(schedule)]))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -314,6 +336,11 @@ def _blocks(schedule: Schedule, segments: Sequence[Segment], number: int = 0, pr
         if len(segment.parts) > 1:
             rows += chain.from_iterable(_blocks(schedule, segment.parts, child, f"{name}."))
         yield rows
+
+
+def _count(segments: Iterable[Segment]) -> int:
+    """Those that are printed: parts of their own count too."""
+    return sum(1 + (_count(segment.parts) if len(segment.parts) > 1 else 0) for segment in segments)
 
 
 def _look(block: list[_Row]) -> object:
