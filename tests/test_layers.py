@@ -24,6 +24,7 @@ LAYERS = (
     {"checking"},
     {"planned"},
     {"optimizing"},
+    {"__main__"},
     {""},
 )
 """From the ground up. A package imports from layers below its own alone; what is called ``""`` is ogc/__init__.py."""

@@ -261,7 +261,7 @@ def fixed_needs(
         raise InputError(f'gradients must be "none", "kept" or "freed", not {gradients!r}')
     if ddp not in (False, True, "views"):
         raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
-    check_model(model)
+    check_model(model, may_lack_content=device is not None)  # what parses it says for which devices
     tensors = InputSpec.of(*call_arguments(sample_input))[1]
     target = device_of_model(model, tensors) if device is None else device_of(device)
     found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
