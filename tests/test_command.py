@@ -208,3 +208,17 @@ def test_the_program_runs_by_its_name(net):
     assert done.returncode == 2 and done.stderr == "python -m ogc: error: net has no nope\n"
     done = subprocess.run([*command[:3], "--help"], capture_output=True, text=True)
     assert not done.returncode and "estimate|plan|frontier" in done.stdout
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "look.md").read_text("utf-8")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("line", re.findall(r"^python -m ogc (.*)$", PAGE, re.MULTILINE))
+def test_commands_of_the_page_run(net, capsys, line):
+    (code,) = re.findall(r"```python\n# net.py\n(.*?)```", PAGE, re.DOTALL)
+    Path("net.py").write_text(code)
+    text = run(capsys, *line.split())
+    if "--budget" in line:
+        assert text.splitlines()[-1].startswith("fits: ")
+    assert all(Path(name).stat().st_size for name in re.findall(r"plan\.\w+", line))
