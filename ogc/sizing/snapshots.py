@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 from ..graph import Graph
 from ..plan.decisions import Decisions, saved
-from ..plan.queues import seconds_of
+from ..plan.queues import Queues, seconds_of
 from ..plan.schedule import Schedule
 from .allocator import Block, CachingAllocator, State
 from .requests import Requests, requests
@@ -140,8 +141,11 @@ class _Trace:
 
 
 def _starts(schedule: Schedule) -> list[float]:
-    """Seconds after which each step begins."""
-    return [0.0, *accumulate(seconds_of(schedule))]
+    """Seconds after which each step begins, once it need not wait."""
+    seconds = seconds_of(schedule)
+    for step, late in Queues.of(schedule).waits:
+        seconds[step - 1] += late
+    return [0.0, *accumulate(seconds)]
 
 
 def _frames(schedule: Schedule, number: int, operation: int, kind: str) -> tuple[list[dict[str, Any]], str]:
@@ -150,8 +154,13 @@ def _frames(schedule: Schedule, number: int, operation: int, kind: str) -> tuple
     phase = "backward" if step.is_backward else "recomputation" if step.run else "forward"
     kind = "recomputed value" if kind == "value" and step.run else kind
     file, _, line = op.source.rpartition(":")
-    place = {"filename": file, "line": int(line)} if line.isdecimal() else {"filename": op.source, "line": 0}
+    place = (file, int(line)) if line.isdecimal() else (op.source, 0)
     around = list(accumulate(op.module.split("."), "{}.{}".format)) if op.module else []
-    modules = [{"filename": "module", "line": 0, "name": name} for name in reversed(around)]
-    innermost = {**place, "name": f"{op.module or 'the model'}: {op.target or op.name}, {kind}"}
-    return [innermost, *modules, {"filename": "step", "line": 0, "name": phase}], kind
+    innermost = _frame(*place, f"{op.module or 'the model'}: {op.target or op.name}, {kind}")
+    return [innermost, *(_frame("module", 0, name) for name in reversed(around)), _frame("step", 0, phase)], kind
+
+
+@lru_cache(2**16)
+def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
+    """One object for equal frames, which a pickle writes once."""
+    return {"filename": filename, "line": line, "name": name}

@@ -204,3 +204,27 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ogc.PlanError, match="does not know its graph"):
         replace(plan, graph=None).html(tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())
+
+
+class Routes(nn.Module):
+    """Reads a number between its blocks, so that these are planned one by one."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x = x * 2 if x.sum().item() > 0 else x * 3
+        return x
+
+
+@pytest.mark.full
+def test_each_part_of_a_model_has_a_plan_to_look_at(tmp_path):
+    plans = ogc.optimize(Routes(), torch.randn(256, 64), memory_budget="least").plan
+    assert isinstance(plans, ogc.PartsPlan) and plans.parts
+    for part in plans.parts:
+        assert max(totals(page_of(part.plan).data)) == part.plan.peak_bytes
+        part.plan.snapshot(tmp_path / "part.pickle")

@@ -78,6 +78,8 @@ def test_live_bytes_of_plans_that_offload_peak_where_they_do():
         plan = ogc.make_plan(graph, decisions)
         found = snapshot_of(plan)
         assert peaks_of(found) == [plan.peak_bytes, plan.plain_peak_bytes]
+        times = [event["time_us"] for event in found["device_traces"][0]]
+        assert times == sorted(times)
         fetched += sum(event["category"] == "fetched value" for event in found["device_traces"][0])
     assert fetched > 20
 
