@@ -197,10 +197,14 @@ def _module(name: str) -> ModuleType:
             ) from None
     if not path.is_file():
         raise InputError(f"there is no file {name!r}")
-    sys.path.insert(0, str(path.resolve().parent))  # as python does with a script
-    spec = util.spec_from_file_location(path.stem, path)
+    path = path.resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    sys.path.insert(0, str(path.parent))  # as python does with a script
+    spec = util.spec_from_file_location(path.stem if known is None else f"{path.stem} by path", path)
     assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = util.module_from_spec(spec)
+    module = sys.modules[spec.name] = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 

@@ -162,6 +162,13 @@ def test_a_factory_is_called_where_the_model_is_to_be(net, capsys):
     assert "RuntimeError: on meta (net.py:" in said(capsys, "plan", f"{net}:where", "--gpu", "H100")
 
 
+def test_a_file_takes_no_modules_place(net, capsys, tmp_path):
+    (tmp_path / "json.py").write_text(Path(net).read_text().replace(", helper_of_net", ""))
+    assert run(capsys, "frontier", f"{tmp_path / 'json.py'}:make", "--gpu", "H100").startswith("peak MiB")
+    assert sys.modules["json"] is json
+    del sys.modules["json by path"]
+
+
 ERRORS = {
     "no function": (["plan", "{net}"], "must be MODULE:NAME, such as train.py:make"),
     "no such function": (["plan", "{net}:nope"], "net.py has no nope"),
