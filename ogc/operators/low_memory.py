@@ -117,8 +117,8 @@ def is_ours(gradient: torch.Tensor) -> bool:
     """Whether the gradient covers its storage once and nobody but the calling backward holds either.
 
     Call it before anything else in a backward: it compares with the reference counts of a gradient that nobody else
-    holds, at that place. They differ between releases of PyTorch and Python, so they are counted once. A gradient that
-    came through a view has a base that only it holds.
+    holds, at that place. They differ between releases of PyTorch and Python, and where torch.compile evaluates frames,
+    so they are counted once for each. A gradient that came through a view has a base that only it holds.
     """
     holders = _holders(gradient)
     return bool(holders) and holders in (_here.value or holders_when_ours())
@@ -134,11 +134,26 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
     if type(gradient) is not torch.Tensor or not whole or is_batched(gradient):
         return ()
-    holders = sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
-    return holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))
+    holders = held_by_calls(), sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
+    holders = holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))
+    return holders if holders[0] == held_by_calls() else ()
 
 
-_when_ours: set[tuple[int, ...]] = set()
+def held_by_calls() -> int:
+    """How often a call holds what it is given: once more where torch.compile evaluates frames of Python.
+
+    It does so in this process while compiled code runs, and for good once a compilation failed.
+    """
+    return _references(object())
+
+
+def _references(thing: object) -> int:
+    return sys.getrefcount(thing)
+
+
+_when_ours: dict[int, set[tuple[int, ...]]] = {}
+"""By what :func:`held_by_calls` says."""
+
 _here: OnThread[set[tuple[int, ...]] | None] = OnThread(None)
 
 
@@ -150,19 +165,23 @@ def counted_here() -> AbstractContextManager[None]:
 def holders_when_ours() -> set[tuple[int, ...]]:
     """The counts of a gradient that is no view, and of one that is; none as long as others hold whatever there is.
 
+    Each begins with :func:`held_by_calls`: counts under one evaluation of frames are never taken for those of another.
+
     They are counted in a thread of its own, out of sight of tracers and torch's modes, and believed where each time
     gives the same and all of it is gone afterwards.
     """
-    if not _when_ours:
+    held = held_by_calls()
+    if held not in _when_ours:
         found: list[set[tuple[int, ...]]] = []
         thread = threading.Thread(target=_count_holders, args=(found,), daemon=True)
         thread.start()
         thread.join()
-        if len(found) == REPEATS and all(counts == found[0] for counts in found):
-            _when_ours.update(found[0])
-        if not _when_ours:
+        is_steady = len(found) == REPEATS and all(counts == found[0] for counts in found)
+        if is_steady and {holders[:1] for holders in found[0]} == {(held,)}:
+            _when_ours[held] = found[0]
+        else:
             log.warning("gradients are not written over others: something holds what autograd makes, as tracers may")
-    return _when_ours
+    return _when_ours.get(held, set())
 
 
 def _count_holders(found: list[set[tuple[int, ...]]]) -> None:

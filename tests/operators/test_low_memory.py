@@ -1,6 +1,7 @@
 """Operators whose backward needs less memory: PyTorch's bits, and never a gradient that somebody else holds."""
 
 import itertools
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -382,7 +383,7 @@ def keeping(wrapped):
 @pytest.mark.parametrize("holder", [_Keeps, tracing, partial(keeping, lambda t: t), partial(keeping, torch.detach)])
 def test_who_holds_gradients_when_they_are_first_counted_does_not_make_shared_ones_ours(holder, monkeypatch):
     expected = holders.holders_when_ours()
-    monkeypatch.setattr(holders, "_when_ours", set())
+    monkeypatch.setattr(holders, "_when_ours", {})
     with holder():
         assert holders.holders_when_ours() in (expected, set())
         low_memory_relu = low_memory_variant(aten.relu.default, CPU)
@@ -397,3 +398,51 @@ def test_who_holds_gradients_when_they_are_first_counted_does_not_make_shared_on
         assert torch.equal(kept[0], torch.full_like(x, 3))
     assert low_memory_variant(aten.relu.default, CPU) is VARIANTS[aten.relu.default]  # counted anew once they are gone
     assert holders.holders_when_ours() == expected
+
+
+AROUND_A_FAILURE = """
+import sys
+import torch
+from ogc.operators import low_memory
+from ogc.operators.registry import registered
+
+relu = next(one.low_memory for one in registered() if one.target is torch.ops.aten.relu.default)
+
+
+def written_over(count):
+    def hook(given):
+        kept.extend(count * given)
+        places.append(given[0].data_ptr())
+
+    kept, places, x = [], [], torch.randn(4, 8, requires_grad=True) * 1
+    y = relu(x)
+    y.grad_fn.register_prehook(hook)
+    (gradient,) = torch.autograd.grad((y * 3).sum(), x)
+    assert all(torch.equal(one, torch.full_like(x, 3)) for one in kept)
+    return gradient.data_ptr() in places
+
+
+def look():
+    assert [written_over(count) for count in range(4)] == [True, False, False, False]
+    return low_memory.held_by_calls()
+
+
+def backend(graph, inputs):
+    raise ValueError("nothing compiles")
+
+
+before = look() if sys.argv[1] == "counted before" else low_memory.held_by_calls()
+try:
+    torch.compile(torch.nn.Linear(8, 8), backend=backend)(torch.randn(4, 8))
+except torch._dynamo.exc.BackendCompilerFailed:
+    print(before, look())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["counted before", "counted behind"])
+def test_a_gradient_is_written_over_after_a_compilation_failed(when):
+    """From then on torch runs Python so that calls hold more, in the whole process."""
+    done = subprocess.run([sys.executable, "-c", AROUND_A_FAILURE, when], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert len(done.stdout.split()) == 2
