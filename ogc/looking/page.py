@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from ..graph import MIB, Graph, Operation
 from ..plan.plan import Plan, Table, fold, tables_of
-from ..plan.queues import Queues
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Event
 from ..plan.timeline import LAYERS, Timeline
@@ -84,7 +83,7 @@ def _curves(graph: Graph, plan: Plan, timeline: Timeline, most: int) -> dict[str
         "bytes": [timeline.layers[name][planned].tolist() for name in LAYERS],
         "events": _told(timeline.events, planned),
         "plain": None,
-        "copies": _copies(graph, plan, timeline)[: 2 * most],
+        "copies": _copies(graph, timeline)[: 2 * most],
     }
     used = {operation for _, operation in curves["events"]}
     if timeline.plain is not None and not timeline.is_plain:
@@ -121,16 +120,14 @@ def _names(op: Operation) -> list[str]:
     return [_short(text) for text in (op.target or op.name, op.module, op.source)]
 
 
-def _copies(graph: Graph, plan: Plan, timeline: Timeline) -> list[list[Any]]:
+def _copies(graph: Graph, timeline: Timeline) -> list[list[Any]]:
     """Each copy: whether it goes out, from where to where, and its value, bytes and seconds."""
-    if not timeline.copies:
-        return []
-    copies = Queues.of(Schedule(graph, plan.decisions)).copies
-    values = [graph.values[one.value] for one in copies]
-    return [
-        [is_out, round(start, 3), round(stop, 3), _short(value.name), value.bytes, one.start, one.stop]
-        for (is_out, start, stop), value, one in zip(timeline.copies, values, copies, strict=True)
-    ]
+    found = []
+    for one, start, stop in timeline.copies:
+        value = graph.values[one.value]
+        place = round(start, 3), round(stop, 3)
+        found.append([one.is_out, *place, _short(value.name), value.bytes, one.start, one.stop])
+    return found
 
 
 def _json(data: object) -> str:

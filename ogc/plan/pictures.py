@@ -131,7 +131,7 @@ def _draw_copies(ax: Axes, timeline: Timeline, top: float) -> list[Any]:
     """The two queues as rows at the foot of the picture, a bar for each copy."""
     handles = []
     for row, (is_out, label, colour) in enumerate(((True, "copies out", YELLOW), (False, "copies back", RED))):
-        bars = [(start, stop - start) for out, start, stop in timeline.copies if out == is_out]
+        bars = [(start, stop - start) for one, start, stop in timeline.copies if one.is_out == is_out]
         if bars:
             height = 0.02 * top
             ax.broken_barh(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..graph import Graph
 from .decisions import Decisions
-from .queues import Queues, seconds_of
+from .queues import Copy, Queues, seconds_of
 from .schedule import Schedule
 from .simulate import Event, plain_peak, plain_timeline, trace
 
@@ -44,7 +44,7 @@ class Timeline:
         plain: edges and bytes of the plain model; None where they are not known.
         plain_peak: in bytes.
         is_plain: whether the plan is to run the plain model.
-        copies: of offloaded values: whether out of the device's memory, and from when to when, in operations run.
+        copies: of offloaded values, each with from when to when, in operations run.
         events, plain_events: the operations that ran, in the plan and in the plain model.
     """
 
@@ -54,7 +54,7 @@ class Timeline:
     plain: tuple[NDArray[np.float64], NDArray[np.int64]] | None
     plain_peak: int
     is_plain: bool
-    copies: tuple[tuple[bool, float, float], ...] = ()
+    copies: tuple[tuple[Copy, float, float], ...] = ()
     events: tuple[Event, ...] = ()
     plain_events: tuple[Event, ...] = ()
 
@@ -81,7 +81,7 @@ class Timeline:
         )
 
 
-def _copies(graph: Graph, decisions: Decisions) -> tuple[tuple[bool, float, float], ...]:
+def _copies(graph: Graph, decisions: Decisions) -> tuple[tuple[Copy, float, float], ...]:
     """When copies run, by the operations that run then: whoever waits stands still."""
     schedule = Schedule(graph, decisions)
     queues = Queues.of(schedule)
@@ -93,7 +93,7 @@ def _copies(graph: Graph, decisions: Decisions) -> tuple[tuple[bool, float, floa
     def place(time: float) -> float:
         return float(np.interp(time, starts, range(len(starts))))
 
-    return tuple((one.is_out, place(one.start), place(one.stop)) for one in queues.copies)
+    return tuple((one, place(one.start), place(one.stop)) for one in queues.copies)
 
 
 def _edges(events: Sequence[Event]) -> NDArray[np.float64]:

@@ -197,12 +197,13 @@ def test_an_empty_graph_has_a_page():
     assert page_of(ogc.solve(ogc.Graph((), ()))).data["bytes"] == [[]] * 5
 
 
-def test_what_cannot_be_written_is_an_error(tmp_path):
+@pytest.mark.parametrize("write", [ogc.Plan.html, ogc.Plan.snapshot])
+def test_what_cannot_be_written_is_an_error(write, tmp_path):
     plan = ogc.solve(chain([100, 200]))
     with pytest.raises(OSError):
-        plan.html(tmp_path / "no folder" / "plan.html")
+        write(plan, tmp_path / "no folder" / "plan")
     with pytest.raises(ogc.PlanError, match="does not know its graph"):
-        replace(plan, graph=None).html(tmp_path / "plan.html")
+        write(replace(plan, graph=None), tmp_path / "plan")
     assert not list(tmp_path.iterdir())
 
 

@@ -177,12 +177,3 @@ def test_a_plain_plan_is_one_step_and_chunks_hide_the_plain_one():
     assert peaks_of(snapshot_of(plan)) == [plan.peak_bytes]
     with pytest.raises(ogc.PlanError, match="runs chunk by chunk"):
         snapshot_of(ogc.solve(graph, solver="none"))
-
-
-def test_what_cannot_be_written_is_an_error(tmp_path):
-    plan = ogc.solve(chain([100, 200]))
-    with pytest.raises(OSError):
-        plan.snapshot(tmp_path / "no folder" / "plan.pickle")
-    with pytest.raises(ogc.PlanError, match="does not know its graph"):
-        replace(plan, graph=None).snapshot(tmp_path / "plan.pickle")
-    assert not list(tmp_path.iterdir())
