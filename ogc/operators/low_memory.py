@@ -135,8 +135,9 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     if type(gradient) is not torch.Tensor or not whole or is_batched(gradient):
         return ()
     holders = held_by_calls(), sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
-    holders = holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))
-    return holders if holders[0] == held_by_calls() else ()
+    if holders[0] != held_by_calls():  # the evaluator changed in between
+        return ()
+    return holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))
 
 
 def held_by_calls() -> int:

@@ -13,7 +13,6 @@ import ogc
 from ogc.compiling import backend as backends
 from ogc.compiling import partitioner
 from ogc.compiling.backend import backend
-from ogc.operators import low_memory
 from ogc.torch_state.allocator import peak_bytes
 
 # torch's own, where a graph breaks
