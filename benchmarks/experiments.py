@@ -78,7 +78,7 @@ def _optimized(trial: Trial, **how: Any) -> Planned:
 
 # -- time: promised and paid --------------------------------------------------------------------------------------
 
-PLAIN, NOTHING, BLOCKS, SELECTIVE = "plain again", "nothing recomputed", "blocks", "selective"
+PLAIN, NOTHING, BLOCKS, SELECTIVE, DEFAULT = "plain again", "nothing recomputed", "blocks", "selective", "default"
 OF_BLOCKS, OF_SELECTIVE = "memory of blocks", "memory of selective"
 NOT_INSTALLED = "all"
 """The one row of a network whose package is not there."""
@@ -126,6 +126,7 @@ TIME = Experiment(
         NOTHING: Way(_nothing_recomputed, is_ours=True),
         **{f"memory {share:g}": Way(partial(_within, memory_budget=share), is_ours=True) for share in (0.7, 0.45)},
         "overhead 0.2": Way(partial(_within, max_overhead=0.2), is_ours=True),
+        DEFAULT: Way(_planned, is_ours=True),
         BLOCKS: Way(lambda trial: around_blocks(trial.case, trial.model, checkpointed)),
         SELECTIVE: Way(lambda trial: around_blocks(trial.case, trial.model, selectively_checkpointed)),
         OF_BLOCKS: Way(partial(_at_memory_of, BLOCKS), is_ours=True),

@@ -9,7 +9,7 @@ from statistics import geometric_mean, median
 
 from ogc.graph import table
 
-from .experiments import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, TINY
+from .experiments import BLOCKS, DEFAULT, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, TINY
 from .measuring import MIB
 from .row import Data, Row
 
@@ -57,6 +57,7 @@ def findings(rows: Sequence[Row], items: Data | None) -> list[Finding]:
         *_promises([row for row in rows if row.promised is not None]),
         *_nothing(_timed(by_way.get(NOTHING, {}))),
         *_over_blocks(rows),
+        *_default(_timed(by_way.get(DEFAULT, {})), _timed(by_way.get(BLOCKS, {}))),
         *_within_selective(by_way.get(OF_SELECTIVE, {}), _timed(by_way.get(SELECTIVE, {}))),
         *_repeated(_timed(by_way.get(PLAIN, {}))),
         *_items(items),
@@ -128,6 +129,23 @@ def _over_blocks(rows: Sequence[Row]) -> list[Finding]:
         Finding(f"{question}: worst", len(quotients), f"{max(quotients.values()):.2f}", f"≤ {OF_BLOCKS_EACH}", missed),
         Finding(f"{question}: geometric mean", len(quotients), f"{mean:.2f}", f"≤ {OF_BLOCKS_MEAN}",
                 ("the mean",) if mean > OF_BLOCKS_MEAN else ()),
+    ]  # fmt: skip
+
+
+def _default(ours: Mapping[str, Row], theirs: Mapping[str, Row]) -> list[Finding]:
+    both = [(row, theirs[arch]) for arch, row in ours.items() if arch in theirs]
+    if not both:
+        return []
+    missed = tuple(
+        f"{row.arch} ({row.peak_bytes / other.peak_bytes:.2f} of the peak at {row.paid:+.0%}, not {other.paid:+.0%})"
+        for row, other in both
+        if row.peak_bytes > other.peak_bytes and _counted(row) > _counted(other)
+    )
+    less = geometric_mean(row.peak_bytes / other.peak_bytes for row, other in both)
+    return [
+        Finding("networks whose default plan takes more memory and more time than blocks", len(both), str(len(missed)),
+                "0", missed),
+        Finding("the default's peak over that of blocks: geometric mean", len(both), f"{less:.2f}"),
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from benchmarks.ablation import in_another_order, without
 from benchmarks.cases import CASES, Numbers, Tokens, llama, with_labels
 from benchmarks.experiments import (
     BLOCKS,
+    DEFAULT,
     EXPERIMENTS,
     LOGITS,
     NOT_INSTALLED,
@@ -136,6 +137,18 @@ def test_at_the_memory_of_others():
     assert missed(rows, "save memory: worst") == ("0.33", ("a (needs 2.00 MiB, not 1.00)",))
     rows = [row("a", SELECTIVE, 0.2), row("a", OF_SELECTIVE, 0.203, 0.2)]
     assert missed(rows, "memory of selective") == ("+0.3", ("a (+0.3)",))
+
+
+def test_the_default_beside_blocks():
+    rows = [
+        *(row("a", BLOCKS, 0.3, peak_bytes=4), row("a", DEFAULT, 0.4, 0.4, peak_bytes=1)),
+        *(row("b", BLOCKS, 0.3, peak_bytes=4), row("b", DEFAULT, 0.4, 0.4, peak_bytes=4)),
+        *(row("c", BLOCKS, 0.3, peak_bytes=4), row("c", DEFAULT, 0.2, 0.2, peak_bytes=16)),
+    ]
+    assert missed(rows, "more memory and more time") == ("0", ())
+    assert missed(rows, "over that of blocks: geometric mean")[0] == "1.00"
+    rows += [row("d", BLOCKS, 0.3, peak_bytes=4), row("d", DEFAULT, 0.4, 0.4, peak_bytes=5)]
+    assert missed(rows, "more memory and more time") == ("1", ("d (1.25 of the peak at +40%, not +30%)",))
 
 
 def test_other_bits_and_items():

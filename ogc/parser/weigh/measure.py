@@ -59,10 +59,10 @@ LONG_SECONDS = 0.05
 
 SHORT_SECONDS = 0.01
 """A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
-LEAST, MOST = 5, 12
+LEAST, MOST = 3, 8
 
-ENOUGH, FEW_FAULTS = 3, 2
-"""How many runs are waited for, until ``MOST`` are over, that meet no more pages which are new to the process."""
+ENOUGH, FEW_FAULTS, AT_LAST = 3, 2, 12
+"""How many runs are waited for, until so many are over, that meet no more pages which are new to the process."""
 
 MORE_BACKWARDS = 4
 """Calls by which the two backwards differ that tell what a short one takes."""
@@ -70,7 +70,7 @@ MORE_BACKWARDS = 4
 AFFORDABLE_SECONDS = 30.0
 """When measuring has taken so long, the rest is estimated, at the pace of what was measured."""
 
-EVICTING_BYTES = 8 << 20
+EVICTING_BYTES = 4 << 20
 """More than a core's own cache has, on servers of these years: what was used before a call."""
 
 AGED_BYTES = 64 << 20
@@ -408,7 +408,7 @@ def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[
     if device.type == "cuda":
         return median(timed()[0] for _ in range(REPEATS))
     runs = [timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9)))))]
-    while len(runs) < MOST and sum(faults <= FEW_FAULTS for _, faults in runs) < ENOUGH:
+    while len(runs) < AT_LAST and sum(faults <= FEW_FAULTS for _, faults in runs) < ENOUGH:
         runs.append(timed())
     return median(_in_known_memory(runs))
 
