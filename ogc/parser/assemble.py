@@ -20,7 +20,7 @@ from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .passes.writes import separate_versions
 from .traced import StepEnd, Traced
 from .weigh.backward import LiveGradients, gradient_bytes
-from .weigh.host import beside_device, hook_seconds, runtime_costs
+from .weigh.host import OF_VARIANT, beside_device, hook_seconds, runtime_costs
 from .weigh.measure import EVICTING_BYTES
 from .weigh.record import Observation, Record, SeenVariant
 
@@ -56,11 +56,19 @@ def graph_of(
     is_cuda = torch.device(device).type == "cuda"
     evicts = is_cuda or sum(observation.value_bytes) > EVICTING_BYTES
     costs = runtime_costs(kind != "estimate", calls, choice, evicts)
+    operations = tuple(_behind_kernels(op, OF_VARIANT * costs.run) for op in operations)
     if kind == "measure" and is_cuda:
         operations, costs = beside_device(operations, costs, hook_seconds())
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside, left_bytes=left)
+
+
+def _behind_kernels(op: Operation, seconds: float) -> Operation:
+    """With so much more time for the backward of its low-memory variant, if it has one."""
+    if op.low_memory is None:
+        return op
+    return replace(op, low_memory=replace(op.low_memory, backward_seconds=op.low_memory.backward_seconds + seconds))
 
 
 def _aside(observation: Observation) -> Iterator[tuple[Record, int, bool]]:

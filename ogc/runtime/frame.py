@@ -32,10 +32,11 @@ from ..torch_state.settings import Flags, State, digest_of_states, random_states
 from .copies import Copies
 from .held import (
     Argument,
-    Bound,
     Marks,
     Packed,
+    Places,
     RepeatedCall,
+    Seen,
     detached,
     differentiable,
     dropped,
@@ -88,32 +89,36 @@ class Step:
         devices: tuple[torch.device, ...],
         flags: Flags,
         home: Home | None = None,
+        places: dict[tuple[int, ...], Places] | None = None,
     ) -> None:
         self.model = model
         self.codes = codes
         self.bound = bound  # parameters, buffers, constants, and the modules of opaque modules
+        self.places = {} if places is None else places  # how these are noted, by where they are
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.flags = flags  # in the forward
         self.random_states: dict[int, tuple[State, ...]] = {}  # that operations start from
         self.drawn: dict[int, int] = {}  # and what tells their results apart
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, Marks] = {}  # of what opaque modules returned, by operation
-        self.seen: dict[int, Bound] = {}  # what recomputation reads of these, by place, as it was in the forward
+        self.seen: dict[int, Seen] = {}  # what recomputation reads of these, by place, as it was in the forward
         self.lock = RLock()
         self.copies = None if home is None else Copies(home, self.lock)
         self.cast = cast
 
     def note(self, places: Sequence[int]) -> None:
         """Note what is bound at these places."""
-        for place in places:
-            if place not in self.seen:
-                self.seen[place] = Bound(self.bound[place])
+        new = tuple(place for place in places if place not in self.seen)
+        tensors = {place: self.bound[place] for place in new}
+        if new not in self.places:
+            self.places[new] = Places(tensors)
+        self.seen.update(dict.fromkeys(new, Seen(self.places[new], tensors)))
 
     def as_seen(self, places: Sequence[int]) -> list[Any]:
         """What is bound; at these places, as it was in the forward."""
         bound = list(self.bound)
         for place in places:
-            bound[place] = self.seen[place].tensor
+            bound[place] = self.seen[place].tensor(place)
         return bound
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
@@ -280,7 +285,9 @@ class Frame:
         now = self._versions_of_bound()
         replaced = [name for place, name in code.of_opaque.items() if attribute(model, name) is not bound[place]]
         places = zip(code.externals, now, self.versions_of_bound, strict=True)
-        written = [place for place, here, then in places if here != then or self.step.seen[place].is_written()]
+        written = [place for place, here, then in places if here != then]
+        if not written:
+            written = [*chain.from_iterable(seen.written() for seen in {self.step.seen[p] for p in code.externals})]
         if not (changed or replaced or written):
             return
         known = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}

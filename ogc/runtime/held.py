@@ -32,41 +32,89 @@ ALIGNED = 64
 """Bytes to which tensors on the CPU are aligned."""
 
 
-class Bound:
-    """A parameter, buffer or constant as a forward has seen it, for recomputation.
+class Places:
+    """How tensors at some places, parameters, buffers and constants, are noted; for all forwards until they change."""
 
-    It stays whatever is done to the tensor until then: another ``data``, another type, ``requires_grad``.
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self.kinds = {place: (type(tensor), tensor.requires_grad) for place, tensor in tensors.items()}
+        self.parts: dict[torch.dtype, list[int | torch.Tensor]] = {}  # places of vectors, and what aligns the next one
+        self.copied: dict[int, tuple[torch.dtype, int]] = {}  # where the copies of these are
+        self.sampled: dict[torch.dtype, list[tuple[int, int, int]]] = {}  # places, how many entries, how far apart
+        ends: dict[torch.dtype, int] = {}
+        for place, tensor in tensors.items():
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+            dtype, length = tensor.dtype, tensor.numel()
+            if is_plain and length and tensor.dim() <= 1 and tensor.nbytes <= SMALL:
+                pad = -length % (ALIGNED // tensor.element_size())
+                self.copied[place] = dtype, ends.get(dtype, 0)
+                self.parts.setdefault(dtype, []).extend([place, torch.zeros(pad, dtype=dtype)] if pad else [place])
+                ends[dtype] = ends.get(dtype, 0) + length + pad
+            elif is_plain and length:
+                count = min(SAMPLED, length)
+                self.sampled.setdefault(dtype, []).append((place, count, length // count))
+        self.held = [place for place in tensors if place not in self.copied]
+
+
+class Seen:
+    """Parameters, buffers and constants as a forward has seen them, for recomputation.
+
+    They stay whatever is done to these until then: another ``data``, another type, ``requires_grad``. All of one type
+    are copied at once: in a network of small operations one by one took half a step.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        seen, self.sample = tensor.detach(), None
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
-        if is_plain and tensor.numel():
-            if tensor.dim() <= 1 and tensor.nbytes <= SMALL:
-                seen = _copy(seen)
+    def __init__(self, places: Places, tensors: Mapping[int, torch.Tensor]) -> None:
+        self.places, self.shapes = places, {place: tensors[place].shape for place in places.copied}
+        self.tensors = {place: tensors[place].detach() for place in places.held}
+        with torch.no_grad():
+            self.copies = {
+                dtype: _joined([_vector(tensors[part]) if isinstance(part, int) else part for part in parts])
+                for dtype, parts in places.parts.items()
+            }
+        self.samples = {dtype: self._sampled(dtype) for dtype in places.sampled}
+        self.made: dict[int, torch.Tensor] = {}
+
+    def tensor(self, place: int) -> torch.Tensor:
+        """What was seen, a parameter if it was one: compiled code makes a difference."""
+        if place not in self.made:
+            kind, requires_grad = self.places.kinds[place]
+            if place in self.places.copied:
+                (dtype, start), shape = self.places.copied[place], self.shapes[place]
+                seen = self.copies[dtype].as_strided(shape, (1,) * len(shape), start)
             else:
-                self.sample = _copy(_sample(seen))
-        if type(tensor) is torch.nn.Parameter:  # compiled code makes a difference
-            self.tensor: torch.Tensor = torch.nn.Parameter(seen, tensor.requires_grad)
-        else:
-            self.tensor = seen.requires_grad_(tensor.requires_grad)
+                seen = self.tensors[place]
+            is_parameter = kind is torch.nn.Parameter
+            seen = torch.nn.Parameter(seen, requires_grad) if is_parameter else seen.requires_grad_(requires_grad)
+            self.made[place] = seen
+        return self.made[place]
 
-    def is_written(self) -> bool:
-        """Whether it was seen to be written past autograd."""
-        return self.sample is not None and not same_bits(_sample(self.tensor.detach()), self.sample)
+    def written(self) -> list[int]:
+        """The places of those that were seen to be written past autograd."""
+        changed = []
+        for dtype, then in self.samples.items():
+            now, places = self._sampled(dtype), self.places.sampled[dtype]
+            if not same_bits(now, then):
+                each = zip(
+                    places, *(all_.split([count for _, count, _ in places]) for all_ in (now, then)), strict=True
+                )
+                changed += [place for (place, _, _), one, other in each if not same_bits(one, other)]
+        return changed
+
+    def _sampled(self, dtype: torch.dtype) -> torch.Tensor:
+        """Some entries of each."""
+        places = self.places.sampled[dtype]
+        return _joined([self.tensors[place].as_strided((count,), (step,)) for place, count, step in places])
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy outside of the allocator of the step's tensors, aligned as they are."""
-    memory = np.empty(tensor.nbytes + ALIGNED, np.uint8)
+def _vector(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
+    """Vectors of one type one behind the other, outside of the allocator of the step's tensors, aligned as they are."""
+    dtype, size = vectors[0].dtype, sum([vector.nbytes for vector in vectors])
+    memory = np.empty(size + ALIGNED, np.uint8)
     start = -memory.ctypes.data % ALIGNED
-    copy = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
-    return copy.copy_(tensor)
-
-
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    count = min(SAMPLED, tensor.numel())
-    return tensor.as_strided((count,), (tensor.numel() // max(1, count),))
+    return torch.cat(vectors, out=torch.from_numpy(memory[start : start + size]).view(dtype))
 
 
 @dataclass(frozen=True, slots=True)

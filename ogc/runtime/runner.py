@@ -38,7 +38,7 @@ from ..torch_state.settings import Flags, flags, flags_held, random_put_back, wi
 from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate, numbers_of
-from .held import raise_what_is_known
+from .held import Places, raise_what_is_known
 from .host import Home, home_at
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,9 @@ class Runner:
         program, device = entry.graph.program, torch.device(entry.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
         code = entry.code
-        bound = self.watched[model].bound(code.key, partial(_bound, model, program, code))
+        watched = self.watched[model]
+        bound = watched.bound(code.key, partial(_bound, model, program, code))
+        places = watched.bound((code.key, "places"), dict[tuple[int, ...], Places])
         settings = self._settings(entry, device)
         held = nullcontext() if settings is entry.kind.flags else flags_held(settings)  # which takes longer
         tensors = input_tensors(args, kwargs)
@@ -265,7 +267,7 @@ class Runner:
         outputs: list[torch.Tensor] = []
         try:
             with without_autocast(), held:
-                step = Step(model, code.runs, bound, devices, settings, self._home(entry, device))
+                step = Step(model, code.runs, bound, devices, settings, self._home(entry, device), places)
                 outputs = code.forward(step, *tensors, *bound)
         except Exception as error:
             if before is None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .private import CODE, HOOKS, MEMBERS, parameters_of, submodules_of
 from .ranks import is_flat, is_spread
+
+T = TypeVar("T")
 
 _training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -82,7 +84,7 @@ class WatchedModule:
         self.structure = structure
         self.children = _children(model)
         self.bound_to: State | None = None
-        self._bound: dict[Any, tuple[Any, ...]] = {}
+        self._bound: dict[Any, Any] = {}
         self._remember(model)
 
     def state(self, model: torch.nn.Module) -> State:
@@ -101,13 +103,14 @@ class WatchedModule:
             and list(map(_requires_grad, self.parameters)) == self.required
         )
 
-    def bound(self, key: Any, bind: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def bound(self, key: Any, bind: Callable[[], T]) -> T:
         """What ``bind`` returned for a key since something changed last, be it by :meth:`state` or now."""
         if self.bound_to is not self.description or self.is_flat:
             self.bound_to, self._bound = self.description, {}
         if key not in self._bound:
             self._bound[key] = bind()
-        return self._bound[key]
+        found: T = self._bound[key]
+        return found
 
     def _is_as_remembered(self) -> bool:
         return (

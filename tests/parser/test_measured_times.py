@@ -13,6 +13,7 @@ from torch import nn
 
 import ogc
 from ogc.graph import RuntimeCosts
+from ogc.parser import assemble
 from ogc.parser.weigh import host, measure
 from ogc.parser.weigh.host import runtime_costs
 from ogc.parser.weigh.measure import seconds_of, typical
@@ -45,6 +46,31 @@ def test_times_are_measured_and_bytes_are_not():
 def test_equal_calls_are_measured_once_in_a_process():
     graphs = [ogc.parse(Residual(), images()) for _ in range(2)]
     assert graphs[0].operations == graphs[1].operations
+
+
+def test_what_is_measured_first_in_a_process_is_measured_once_more(monkeypatch):
+    monkeypatch.setattr(measure, "_known", {})
+    took, measured = iter([3.0, *[1.0] * 100]), []
+
+    def seconds(self, repeats):
+        measured.append(self.target)
+        return measure.CallSeconds(next(took))
+
+    monkeypatch.setattr(measure._TimedCall, "seconds", seconds)
+    graph = ogc.parse(nn.Sequential(nn.Tanh(), nn.Sigmoid()), torch.randn(4, 4, requires_grad=True))
+    assert [op.forward_seconds for op in graph.operations] == [1.0, 1.0] and measured[:2] == [torch.tanh] * 2
+
+
+def test_a_low_memory_variant_costs_what_stands_around_a_function_in_python(monkeypatch):
+    monkeypatch.setattr(assemble, "OF_VARIANT", 0.0)
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)
+    bare = ogc.parse(model, x)
+    monkeypatch.undo()
+    graph = ogc.parse(model, x)
+    assert graph.low_memory
+    for t in graph.low_memory:
+        more = graph.operations[t].low_memory.backward_seconds - bare.operations[t].low_memory.backward_seconds
+        assert more == pytest.approx(host.OF_VARIANT * graph.runtime.run)
 
 
 class Rows(nn.Module):

@@ -8,6 +8,7 @@ from helpers import forced
 from torch import nn
 
 from ogc.errors import ReplayError
+from ogc.runtime.held import ALIGNED, SMALL, Places, Seen
 
 
 class Layers(nn.Module):
@@ -123,6 +124,31 @@ def test_two_forwards_before_a_backward():
         (first + second).backward()
         found.append([parameter.grad for parameter in one.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_what_is_noted_of_parameters_of_all_kinds_is_what_they_were():
+    """Vectors of any length and type, numbers, matrices, what has no entries, lies otherwise or is of a class."""
+
+    class Own(torch.Tensor):
+        pass
+
+    tensors = [torch.randn(n) for n in (1, 3, 16, 33)] + [torch.randn(n).bfloat16() for n in (5, 32)]
+    tensors += [torch.tensor(7), torch.tensor(True), torch.randn(()), torch.randn(40, 30), torch.randn(3, 50).t()]
+    tensors += [torch.randn(0), torch.randn(9, 2)[:, 0], torch.randn(4).as_subclass(Own), torch.zeros(1 << 13)]
+    tensors = [nn.Parameter(t) if t.is_floating_point() and n % 2 else t for n, t in enumerate(tensors)]
+    before = [tensor.detach().clone() for tensor in tensors]
+    given = {3 * n: tensor for n, tensor in enumerate(tensors)}
+    seen = Seen(Places(given), given)
+    found = [seen.tensor(place) for place in given]
+    assert seen.written() == [] and seen.tensor(0) is found[0]
+    vectors = [tensor.dim() <= 1 and tensor.is_contiguous() and type(tensor) is not Own for tensor in tensors]
+    for tensor in tensors:
+        tensor.data.fill_(3)
+    for tensor, then, mine, is_copy in zip(tensors, before, found, vectors, strict=True):
+        assert (type(mine), mine.requires_grad, mine.shape) == (type(tensor), tensor.requires_grad, tensor.shape)
+        assert torch.equal(mine, then if is_copy and tensor.nbytes <= SMALL else tensor)
+        assert not is_copy or tensor.nbytes > SMALL or mine.data_ptr() % ALIGNED == 0
+    assert seen.written() == [3 * n for n, t in enumerate(tensors) if t.nbytes > SMALL or t.shape == (40, 30)]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -28,13 +28,17 @@ T = TypeVar("T", Operation, Variant)
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""
 
-HOOK_SECONDS = 1.7e-6
-"""Of a hooked tensor of the chain, on a Xeon with torch 2.14: where nothing is measured."""
+HOOK_SECONDS = 1.1e-6
+"""Of a hooked tensor of the chain, on a virtual EPYC (Zen 5) with torch 2.14: where nothing is measured."""
 
-OF_TENSOR, OF_RUN = 1.7, 20.0
-"""What a saved tensor and a recomputation take, by the time of a hooked tensor of the chain. In a residual network of
-208 tiny operations, cut into 1 to 16 runs, a tensor took 2.9 us on a Xeon where that took 1.7, and 5.5 on an EPYC where
-it took 3.3; a run took 28 and 115, between which this is, and takes a seventh less since (72, not 84 there)."""
+OF_TENSOR, OF_RUN = 3.1, 80.0
+"""What a saved tensor and a recomputation take, by the time of a hooked tensor of the chain, with the parameters that
+are noted for it. In a residual network of 208 tiny operations, cut into 1 to 16 runs, a tensor took 3.4 us more than
+running its operation again, and a run 89, on a virtual EPYC (Zen 5) with torch 2.14, where that took 1.1."""
+
+OF_VARIANT = 0.5
+"""What a low-memory operator takes behind other kernels more than by itself, by what a recomputation takes: it is a
+function in Python. In three networks 10 to 200 us, 60 in the median, where a recomputation took 125."""
 
 OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
