@@ -61,8 +61,9 @@ SHORT_SECONDS = 0.01
 """A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
 LEAST, MOST = 3, 8
 
-ENOUGH, FEW_FAULTS, AT_LAST = 3, 2, 12
-"""How many runs are waited for, until so many are over, that meet no more pages which are new to the process."""
+ENOUGH, FEW_FAULTS, NEAR, AT_LAST = 3, 2, 1.2, 12
+"""How many runs are waited for, until so many are over, that meet no more pages which are new to the process and take
+at most so much longer than the quickest: others were disturbed."""
 
 MORE_BACKWARDS = 4
 """Calls by which the two backwards differ that tell what a short one takes."""
@@ -410,19 +411,20 @@ def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[
     if device.type == "cuda":
         return median(timed()[0] for _ in range(REPEATS))
     runs = [timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9)))))]
-    while len(runs) < AT_LAST and sum(faults <= FEW_FAULTS for _, faults in runs) < ENOUGH:
+    while len(runs) < AT_LAST and min(len(_undisturbed(runs)), sum(n <= FEW_FAULTS for _, n in runs)) < ENOUGH:
         runs.append(timed())
-    return median(_in_known_memory(runs))
+    return median(_undisturbed(runs))
 
 
-def _in_known_memory(runs: Sequence[tuple[float, int]]) -> list[float]:
-    """Seconds of those that met hardly more pages that are new to the process than any must.
+def _undisturbed(runs: Sequence[tuple[float, int]]) -> list[float]:
+    """Seconds of those near the quickest, of those that met hardly more pages new to the process than any must.
 
     New pages take several times as long to write. After a few steps there are none, unless the system gives new pages
     for what is large each time.
     """
     least = min(faults for _, faults in runs)
-    return [seconds for seconds, faults in runs if faults <= 1.1 * least + FEW_FAULTS]
+    found = [seconds for seconds, faults in runs if faults <= 1.1 * least + FEW_FAULTS]
+    return [seconds for seconds in found if seconds <= NEAR * min(found)]
 
 
 def page_faults() -> int:
