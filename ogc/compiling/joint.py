@@ -43,6 +43,9 @@ DRAW_SECONDS = 1.2e-8
 """What Inductor's code takes on a CPU for one random number: measured on an EPYC with torch 2.14, where the same kernel
 without it took 1.6e-10."""
 
+FEW = 2
+"""Operations that read a value beside each other, as those of one layer do; what more read is of the whole model."""
+
 COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 """Where operators live that other ranks take part in."""
 
@@ -138,15 +141,37 @@ class JointGraph:
     def turns(self) -> dict[Node, int]:
         """For each node of the backward, the operation whose turn it is when all that it reads is there.
 
-        A node that reads nothing of the forward runs at once.
+        A node that reads nothing of the forward runs at once. What the gradients of many operations read, such as the
+        sines of rotary embeddings, does not say whose turn it is: autograd's number of the node does.
         """
         turns: dict[Node, int] = {}
         end = len(self.kernels.kernels)
         for node in self.later:
-            read = [self.number(self.values[v]) for v in self.saved_by(node)]
+            own = self._own_number(node)
+            values = self.saved_by(node)
+            read = [own if own is not None and v in self._shared else self.number(self.values[v]) for v in values]
             given = [turns[one] for one in node.all_input_nodes if one in turns]
             turns[node] = min([max(read, default=end), *given])
         return {node: max(0, min(turn, end - 1)) for node, turn in turns.items()}
+
+    def _own_number(self, node: Node) -> int | None:
+        """The operation whose gradient a node of the backward computes, where autograd says so."""
+        return self._numbers_in_autograd.get(node.meta.get("seq_nr"))
+
+    @cached_property
+    def _numbers_in_autograd(self) -> dict[int | None, int]:
+        """The last operation of each call in the forward, by the number that autograd's node of it has."""
+        nodes = (node for kernel in self.kernels.kernels for node in kernel.nodes if "seq_nr" in node.meta)
+        return {node.meta["seq_nr"]: self.kernels.of[node].number for node in nodes}
+
+    @cached_property
+    def _shared(self) -> set[int]:
+        """The values that the gradients of more than ``FEW`` operations read."""
+        readers: dict[int, set[int | None]] = {}
+        for node in self.later:
+            for v in self.saved_by(node):
+                readers.setdefault(v, set()).add(self._own_number(node))
+        return {v for v, numbers in readers.items() if len(numbers - {None}) > FEW}
 
     def saved_by(self, node: Node) -> frozenset[int]:
         """The values that a node of the backward reads."""
@@ -315,8 +340,14 @@ def runs_once(node: Node) -> bool:
         return False
     if node.target.namespace in COLLECTIVES:
         return True
-    is_seeded = packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
-    return (is_seeded and not _drops_nothing(node)) or schema_of(node.target).is_mutable
+    return (is_seeded(node) and not _drops_nothing(node)) or schema_of(node.target).is_mutable
+
+
+def is_seeded(node: Node) -> bool:
+    """Whether torch says that a node draws from the random stream."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return packet(node) in DRAWS or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _drops_nothing(node: Node) -> bool:

@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..plan.schedule import Schedule, Step
 from ..solver import Budget, Goal, SolveOptions
 from ..torch_state.compilers import CustomPartitioner, OrderedSet, hash_of_files, hold_order, partition_in_order
-from .joint import JointGraph
+from .joint import JointGraph, is_seeded
 from .kernels import Kernel, base_of, is_free, is_inlined, is_part, is_tensor
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class Partitioner(CustomPartitioner):
         self.plans.append(plan)
         log.info("a compiled graph of %d operations: %s", len(graph), plan.summary)
         waiting = Rewriting(gm, joint, Schedule(graph, plan.decisions)).run()
+        for node in filter(is_seeded, joint.forward):  # or the backward, too, would draw what nothing reads
+            node.meta["partitioner_tag"] = "must_be_in_forward"
         forward, backward = partition_in_order(gm, inputs, **kwargs)
         if self.fuses:
             hold(backward, waiting)

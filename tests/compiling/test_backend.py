@@ -144,6 +144,26 @@ def test_the_peak_is_the_planned_one(make, budget, plans):
     assert measured == pytest.approx(plan.peak_bytes, rel=0.025)
 
 
+class Rotary(nn.Module):
+    """All layers read the same sines, which each forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.register_buffer("angles", torch.randn(256, 64))
+
+    def forward(self, x):
+        sines = self.angles.sin()
+        for layer in self.layers:
+            x = x + gelu(layer(x) * sines)
+        return x
+
+
+def test_what_all_layers_read_does_not_put_their_gradients_off(plans):
+    torch.compile(Rotary(), backend=backend, options={"memory_budget": 0.5})(torch.randn(256, 64)).sum().backward()
+    assert sum(op.backward_seconds > 0 for op in plans[0].graph.operations) >= 12  # else all are the first one's
+
+
 def test_all_graphs_of_a_model_share_a_budget(plans):
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(4, 32, 32)
