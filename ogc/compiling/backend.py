@@ -62,6 +62,15 @@ def backend(
     return _Part(_group_of(options, settings), gm, inputs)
 
 
+ON_CPU = {"layout_optimization": False}
+"""Options of Inductor on a CPU, where it else copies the weights of convolutions into another layout: a step of a
+ResNet-18 at 64 x 64 peaked at 93 MiB in the place of 61."""
+
+
+def _is_on_cpu(inputs: Sequence[Any]) -> bool:
+    return all(given.device.type == "cpu" for given in inputs if isinstance(given, torch.Tensor))
+
+
 class Settings:
     """The options of the backend.
 
@@ -88,7 +97,8 @@ class Settings:
     def compiled(self, gm: GraphModule, inputs: Sequence[Any], partitioner: Partitioner) -> Callable[..., Any]:
         """What computes the same as a graph, by the plan of a partitioner."""
         if self.has_inductor:
-            return compile_by_inductor(gm, list(inputs), config_patches={**partitioner.options, **self.others})
+            options = {**partitioner.options, **(ON_CPU if _is_on_cpu(inputs) else {}), **self.others}
+            return compile_by_inductor(gm, list(inputs), config_patches=options)
         compiler = aot_autograd(fw_compiler=run_as_it_is, partition_fn=partitioner, keep_inference_input_mutations=True)
         compiled: Callable[..., Any] = compiler(gm, inputs)
         return compiled
