@@ -117,9 +117,9 @@ class _OneOfMany(Partitioner):
         if self.chosen is not None:
             return self.chosen
         self.graph = graph
-        left = self.group.budget - sum(part.saved_bytes for part in self.group.step)
+        used = 0 if self.group.is_over else sum(part.saved_bytes for part in self.group.step)
         try:
-            return self.solving.plan(graph, Goal(max(left, 1)))
+            return self.solving.plan(graph, Goal(max(self.group.budget - used, 1)))
         except SolveError as error:
             if (error.least_peak_bytes or 0) > self.group.budget:
                 raise

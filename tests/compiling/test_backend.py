@@ -240,6 +240,22 @@ def test_new_sizes_run_by_the_plan(plans):
 
 
 @pytest.mark.full
+def test_a_new_size_has_the_whole_budget(plans):
+    """What the step before saved is gone."""
+    model = nn.Sequential(*(Attention() for _ in range(4)))
+    sizes = torch.randn(8, 16, 32), torch.randn(8, 12, 32)
+    torch.compile(model, backend="ogc", options={"max_overhead": 1.0}, dynamic=False)(sizes[0])
+    budget = plans[-1].plain_peak_bytes
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="ogc", options={"memory_budget": budget}, dynamic=False)
+    recomputed = []
+    for x in sizes:
+        compiled(x).sum().backward()
+        recomputed += [part.plan.recomputed_flops for part in parts_of_all()]
+    assert recomputed == [0, 0]
+
+
+@pytest.mark.full
 def test_a_model_that_nobody_holds_is_freed(plans):
     torch.manual_seed(0)
     model, x = Broken(2), torch.randn(4, 32, 32)
