@@ -287,7 +287,8 @@ class Frame:
         places = zip(code.externals, now, self.versions_of_bound, strict=True)
         written = [place for place, here, then in places if here != then]
         if not written:
-            written = [*chain.from_iterable(seen.written() for seen in {self.step.seen[p] for p in code.externals})]
+            seen = dict.fromkeys(self.step.seen[place] for place in code.externals)
+            written = [place for one in seen for place in one.written()]
         if not (changed or replaced or written):
             return
         known = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
