@@ -11,9 +11,6 @@ from torch import nn
 
 import ogc
 from benchmarks.cases import PUBLISHED
-from ogc.operators.weights import InputGradient, Weights
-from ogc.parser.weigh.backward import Argument, Backward, Output, gradient_bytes
-from ogc.program.program import TensorRef
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
 
@@ -204,27 +201,32 @@ def test_optimising_never_needs_more_than_the_plain_model(name):
     assert measured_peak(optimised, given) <= measured_peak(model, given) + 6000 * count(optimised.plan.segments)
 
 
-def live(operations, returned):
-    return [(found.first, found.during) for found in gradient_bytes(operations, [returned])[0]]
+class Joined(nn.Module):
+    """A tensor that is used twice: the first gradient that it gets is a chunk of a larger one, or one of its own."""
+
+    def __init__(self, join):
+        super().__init__()
+        self.first, self.join = nn.Linear(8, 8), join
+
+    def forward(self, x):
+        a = self.first(x).exp()
+        return self.join(a * 3, a).mul_(2).sum()
 
 
-def test_gradients_that_are_added_in_place_or_not():
-    a, b, c = (TensorRef(name, 0) for name in "abc")
-
-    def backward(output, size, arguments, *gradients, working=0):
-        weights = Weights(working_bytes=working, gradients=gradients)
-        return Backward((Output(output, size),), arguments, weights)
-
-    def through(dense):
-        return backward(b, 8, (Argument(a, a, a),), InputGradient(0, 8, None, dense=dense), working=8)
-
-    make = backward(a, 8, (Argument(TensorRef("weight", 0)),), InputGradient(0, 3, None), working=3)
-    chunks = (InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
-    join = backward(c, 16, (Argument(a, a, a), Argument(b, b, b)), *chunks)
-    # join hands chunks of one storage to a and b. A new dense gradient for a takes a's slice in ...
-    assert live([make, through(dense=True), join], c) == [(8, 11), (16, 24), (16, 16)]
-    # ... but where neither is dense their sum is a third storage.
-    assert live([make, through(dense=False), join], c) == [(8, 11), (16, 32), (16, 16)]
+@pytest.mark.parametrize(
+    ("join", "tensors"),
+    [
+        (lambda a, b: torch.cat([b, a]), 5),  # dense, but a view: the sum is a third storage
+        (lambda a, b: torch.cat([b, a], 1), 5),
+        (lambda a, b: torch.cat([a.sum(1), (b * 5).sum(1)]), 3.25),  # the first gradient takes the second in
+    ],
+    ids=["rows", "columns", "own"],
+)
+def test_gradients_that_are_added_in_place_or_not(join, tensors):
+    model, x = Joined(join), torch.randn(4096, 8)
+    plain = ogc.solve(ogc.parse(model, x), solver="none").peak_bytes
+    assert plain == pytest.approx(tensors * x.nbytes, rel=0.01)
+    assert measured_peak(model, (x,)) == pytest.approx(plain, rel=0.001)
 
 
 class Dense(nn.Module):

@@ -20,18 +20,15 @@ class InputGradient:
 
     ``shares`` is the number of the output whose gradient it shares storage with; else it is new and
     ``group`` numbers the operation's new storages, of ``bytes`` each. With ``reuses`` it is written over that
-    output's gradient where that is contiguous and nobody else's.
+    output's gradient where that is contiguous and nobody else's. Without a ``layout`` it is sparse.
     """
 
     argument: int
     bytes: int
     shares: int | None
     group: int = 0
-    dense: bool = True
-    contiguous: bool = True
     reuses: int | None = None
-    is_view: bool = False  # of what was computed: nothing is added to it in place
-    layout: Layout | None = None  # if it is known
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class Weights:
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     own_gradient_bytes: int = 0  # of parameters that are no arguments, as an opaque module's
     own_working_bytes: int = 0  # ``working_bytes`` where these stay
+    on_meta: bool = False  # it runs on meta tensors, forward and backward
     low_memory: Weights | None = None  # of its low-memory variant
     plain_scratch_bytes: int | None = None  # of the plain model, where that takes less
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
@@ -65,6 +63,11 @@ class Weights:
         """The same with the first argument's gradient written over the result's, where that is possible."""
         gradients = (replace(g, reuses=0) if g.argument == 0 else g for g in self.gradients)
         return replace(self, gradients=tuple(gradients))
+
+    def taking(self, more: int) -> Weights:
+        """The same where the backward takes so many bytes more."""
+        late = self.late_bytes and max(0, self.late_bytes + more)
+        return replace(self, working_bytes=max(0, self.working_bytes + more), late_bytes=late)
 
 
 @dataclass(frozen=True, eq=False)

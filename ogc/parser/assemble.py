@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 
-from ..errors import ParseError
+from ..errors import ParseError, optional
 from ..graph import Graph, Operation, Value, Variant
+from ..operators.gpus import gpu_of, gpu_of_meta
 from ..operators.registry import of
 from ..operators.weights import Weights
 from ..program.opaque import runs_once
@@ -19,7 +20,7 @@ from ..program.structures import InputSpec
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .passes.writes import separate_versions
 from .traced import StepEnd, Traced
-from .weigh.backward import LiveGradients, gradient_bytes
+from .weigh.backward import Backwards, LiveGradients
 from .weigh.host import OF_VARIANT, beside_device, hook_seconds, runtime_costs
 from .weigh.measure import EVICTING_BYTES
 from .weigh.record import Observation, Record, SeenVariant
@@ -39,13 +40,11 @@ def graph_of(
     records = observation.records
     taken = versions_of(traced.graph, observation)
     _weigh_written_aside(observation)
-    ends = refs_of_outputs(traced.graph)
-    returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
-    alive = partial(gradient_bytes, returned=returned, gradients=end_of(traced).after_forward.gradients)
-    live, left = alive([record.backward() for record in records])
-    low_memory = (record.weights.low_memory if record.variant else None for record in records)
-    in_variants, _ = alive([record.backward(low) for record, low in zip(records, low_memory, strict=True)])
-    of_plain, _ = alive([record.backward(_of_plain(record.weights)) for record in records])
+    gradients = end_of(traced).after_forward.gradients
+    found = Backwards(traced.graph, observation, end_of(traced).starts, gradients, _as_on(torch.device(device)))
+    weights = [record.weights for record in records]
+    live, of_plain = found.live(weights), found.live(list(map(_of_plain, weights)))
+    in_variants = found.live([record.weights.low_memory if record.variant else None for record in records])
     seen = memory_of(observation, taken)
     each = zip(records, live, in_variants, of_plain, seen, strict=True)
     values = values_of(traced, observation)
@@ -61,7 +60,16 @@ def graph_of(
         operations, costs = beside_device(operations, costs, hook_seconds())
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
-    return Graph(operations, values, program, device, kind, runtime=costs, outside=outside, left_bytes=left)
+    return Graph(operations, values, program, device, kind, runtime=costs, outside=outside, left_bytes=found.left)
+
+
+def _as_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, operators on meta tensors are all a device's."""
+    if device.type != "cuda":
+        return nullcontext()
+    gpu = gpu_of_meta()[0] or gpu_of(device, None)
+    found: AbstractContextManager[Any] = optional("sizing.cuda.kernels").as_on_cuda(gpu, is_recorded=False)
+    return found
 
 
 def _behind_kernels(op: Operation, seconds: float) -> Operation:
@@ -113,8 +121,7 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
 
     What no output depends on saves nothing from here on: its part of autograd's graph goes with its results.
     """
-    ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
-    dead = forget_unreached(observation, ends)
+    dead = forget_unreached(observation)
     _refuse_overwritten(observation)
     taken = separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
     note_lifetimes(observation, taken, dead)

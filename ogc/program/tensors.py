@@ -7,8 +7,8 @@ it is the same object each time, and weak references to it end when the memory i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -36,8 +36,8 @@ class LiveBytes:
             self._alive[key] = weakref.ref(storage, partial(self._gone, key, size))
             self.bytes += size
 
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._alive
+    def __iter__(self) -> Iterator[torch.UntypedStorage]:
+        return (storage for one in self._alive.values() if (storage := one()) is not None)
 
     def _gone(self, key: int, size: int, _: object) -> None:
         del self._alive[key]
@@ -88,17 +88,6 @@ class Layout(NamedTuple):
         """Entries of memory from the first to the last one, with the gaps between them."""
         axes = zip(self.shape, self.strides, strict=True)
         return 0 if 0 in self.shape else 1 + sum((size - 1) * stride for size, stride in axes)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether it is a new tensor's."""
-        return self.zeros(torch.float32, "meta").is_contiguous()
-
-
-@cache
-def of_sum(one: Layout, other: Layout) -> Layout:
-    """That of the sum of two tensors."""
-    return Layout.of(one.zeros(torch.float32, "meta") + other.zeros(torch.float32, "meta"))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,18 +22,16 @@ from ..errors import InputError
 from ..graph import Graph
 from ..operators.gpus import Gpu, gpu_of
 from ..operators.low_memory import counted_here
+from ..parser.weigh.backward import Allocations
 from ..plan.plan import Plan
 from ..program.program import AfterForward, attribute, get_attribute, losses_among, tensor_leaves
 from ..program.structures import TensorSpec
-from ..program.tensors import ByStorage, LiveBytes, is_dense
 from ..runtime.frame import Step
 from ..runtime.generate import generate
 from ..torch_state.forwards import plain_forward
-from ..torch_state.private import TorchDispatchMode
 from ..torch_state.settings import flags
 from .cuda.kernels import as_on_cuda, hidden_in_backward
 
-_ADD = torch.ops.aten.add.Tensor
 _TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
 
 
@@ -104,11 +102,9 @@ class _HollowStep:
         self.inputs = [_like(spec) for spec in self.program.inputs.tensors]
         trained = [tensor for tensor in held.values() if tensor.requires_grad]
         is_kept = self.program.after_forward.gradients == "kept"
-        gradients = {tensor: torch.zeros_like(tensor) for tensor in trained if is_kept}
-        for tensor, gradient in gradients.items():
-            tensor.grad = gradient
-        known = (*self.inputs, *gradients.values(), *tensor_leaves(self.bound), *held.values())
-        self.allocations = _Allocations(known, gpu)
+        for tensor in trained:
+            tensor.grad = torch.zeros_like(tensor) if is_kept else None
+        self.allocations = _Peak(gpu)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -128,7 +124,7 @@ class _HollowStep:
         """Where autograd runs the backward of tensors on a GPU."""
 
         def run() -> None:
-            with _Allocations((), self.gpu):
+            with _Peak(self.gpu):
                 counted = counted_here()
             with counted, self.inside():
                 backward()
@@ -147,44 +143,21 @@ def _like(spec: TensorSpec) -> torch.Tensor:
     return made.requires_grad_(spec.requires_grad)
 
 
-class _Allocations(TorchDispatchMode):
-    """Bytes of what operators make inside, and the most at once.
+class _Peak(Allocations):
+    """The most bytes at once, and the operator that ran when they were first reached."""
 
-    Where autograd adds up two gradients it writes over the first if nobody else holds that, but not while it is
-    watched: the sum counts as written over it where it is gone when the next operator is called.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor], gpu: Gpu | None) -> None:
+    def __init__(self, gpu: Gpu | None) -> None:
         super().__init__()
-        self.gpu = gpu
-        self.known = {tensor.untyped_storage() for tensor in known}
-        self.alive, self.peak = LiveBytes(), 0
-        self.operator = ""
-        self.sum: ByStorage[int] = ByStorage()  # the storage that it may be written over, with the bytes if it is not
+        self.gpu, self.peak, self.operator = gpu, 0, ""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for reached in self.sum.values():
-            self._reach(reached, str(_ADD))
-        self.sum.clear()
-        result = function(*args, **(kwargs or {}))
-        for tensor in tensor_leaves(result):
-            if (storage := tensor.untyped_storage()) not in self.known:
-                self.alive.add(storage)
-        if function is _ADD and is_dense(args[0]) and _is_called_by_autograd():
-            if (storage := args[0].untyped_storage()) in self.alive:
-                self.sum[storage] = self.alive.bytes
-        else:
-            self._reach(self.alive.bytes + hidden_in_backward(function, args, self.gpu), str(function))
-        return result
-
-    def _reach(self, reached: int, operator: str) -> None:
+    def reach(self, reached: int, function: Any, args: Any) -> None:
+        reached += hidden_in_backward(function, args, self.gpu) if args else 0
         if reached > self.peak:
-            self.peak, self.operator = reached, operator
+            self.peak, self.operator = reached, str(function)
 
-
-def _is_called_by_autograd() -> bool:
-    """Whether the engine called an operator, and no code in Python between."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != _ENGINE and frame.f_back:
-        frame = frame.f_back
-    return frame.f_code.co_name == _ENGINE
+    def is_called_by_autograd(self) -> bool:
+        """Whether the engine called an operator, and no code in Python between."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != _ENGINE and frame.f_back:
+            frame = frame.f_back
+        return frame.f_code.co_name == _ENGINE

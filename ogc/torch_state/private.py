@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -28,13 +28,17 @@ _C: Any = torch._C
 pytree = torch.utils._pytree
 """Takes nested arguments and results apart. Without it no call has a signature: nothing can be parsed."""
 base_of = attrgetter("_base")
-"""The tensor that a view is of, or None. Without it the gradients of views that are written are undercounted."""
+"""The tensor that a view is of, or None. Without it no gradient that came through a view is written over."""
 id_of_storage = attrgetter("_cdata")
 """The address of a storage object. Without it tensors that share memory cannot be told: no value has a size."""
 version_of: Any = attrgetter("_version")
 """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 tensor_holders: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 """How many in C++ hold a tensor. Without it low-memory operators never write over a gradient: the peak is higher."""
+number_of_node: Any = methodcaller("_sequence_nr")
+"""The number of a node of autograd's graph, in the order of making. Without it as without ``next_node``."""
+next_node: Any = _C._autograd._get_sequence_nr
+"""The number of the next node. Without it what no backward comes to is taken to be saved: peaks are overestimated."""
 sleep_on_cuda: Any = torch.cuda._sleep
 """Keeps a CUDA device busy for some cycles. Without it operations are timed with the host's pauses between kernels."""
 MAKE_SUBCLASS = "_make_subclass"

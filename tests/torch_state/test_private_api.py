@@ -562,6 +562,10 @@ CHECKS = {
     ),
     "NN_FUNCTIONS": lambda name: eval(name).gelu(torch.zeros(1)) == 0,
     "nn_functions": lambda functions: functions.gelu(torch.zeros(1)) == 0,
+    "number_of_node": lambda of: (
+        1 + of(torch.ones(1).requires_grad_().exp().grad_fn) == torch._C._autograd._get_sequence_nr()
+    ),
+    "next_node": lambda following: following() == torch.ones(1).requires_grad_().exp().grad_fn._sequence_nr(),
     "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,
     "TorchDispatchMode": dispatches,
     "FakeTensorMode": fakes,

@@ -20,7 +20,6 @@ from ...graph import Operation, Value
 from ...program.opaque import OpaqueCall
 from ...program.program import TensorRef
 from ..traced import ALIVE, BYTES, CALL, HISTORY, History
-from ..weigh.backward import reached
 from ..weigh.record import Observation, Span
 
 
@@ -86,20 +85,14 @@ Dead = dict[int, list[int]]
 """Positions of operations that no backward comes to, and the values that each saves."""
 
 
-def forget_unreached(observation: Observation, ends: Sequence[TensorRef]) -> Dead:
-    """Take from operations that no backward from ``ends`` comes to what they save; ``observation`` is changed.
+def forget_unreached(observation: Observation) -> Dead:
+    """Take from operations that no backward from an output comes to what they save; ``observation`` is changed.
 
     What they save besides values becomes a value of its own, which nothing uses.
     """
     dead: Dead = {}
-    backwards = [record.backward() for record in observation.records]
-    for t, is_reached in enumerate(reached(backwards, ends, observation.storages)):
-        record = observation.records[t]
-        if (
-            is_reached
-            or isinstance(record.node.target, OpaqueCall)
-            or not any(o.differentiable for o in record.outputs)
-        ):
+    for t, record in enumerate(observation.records):
+        if record.is_reached or isinstance(record.node.target, OpaqueCall):
             continue
         dead[t] = list(record.saved.values)
         if record.saved.internal_bytes:
@@ -158,7 +151,7 @@ def _ends(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[in
                 value = observation.storages.get(output.ref)
                 last = ends.get(output.ref if value is None else value, 0)
                 found[t] = max(last, 0 if value is None else uses[value], found.get(t, 0))
-        for ref in filter(None, (argument.receiver for argument in record.arguments)):
-            key = observation.storages.get(ref, ref)
+        for argument in record.arguments:
+            key = observation.storages.get(argument.ref, argument.ref)
             ends[key] = max(found[t], ends.get(key, 0))
     return found

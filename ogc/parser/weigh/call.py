@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -336,12 +336,11 @@ def most_bytes(run: Callable[[], tuple[int, int]], device: torch.device) -> tupl
 
 def backward_measured(
     record: Record, device: torch.device, args: Any, kwargs: Any, layouts: Layouts, is_low_memory: bool, are_held: bool
-) -> tuple[int, int, Mapping[int, Layout]]:
-    """The bytes of the backward of a recorded call, and the layouts of its results; see :class:`.backward.Relaid`."""
+) -> tuple[int, int]:
+    """The bytes of the backward of a recorded call; see :class:`.backward.Relaid`."""
     call = Call(record, args, kwargs, record.variant.target if is_low_memory and record.variant else None)
     with torch.random.fork_rng(cuda_devices()):
-        most, first = call.backward_bytes(device, layouts, are_held)
-    return most, first, {number: Layout.of(gradient) for number, gradient in call.found}
+        return call.backward_bytes(device, layouts, are_held)
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:

@@ -25,14 +25,14 @@ from ...operators.registry import Operator, is_elementwise, like, low_memory_var
 from ...operators.weights import InputGradient, Place, Use, Weights
 from ...program.opaque import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
-from ...program.tensors import Layout, is_dense
+from ...program.tensors import Layout
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
-from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts
+from ...torch_state.private import FakeTensorMode, OpOverload, sparse_parts
 from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
 from ..passes.writes import COPIES, REBASED
-from .backward import LONG_FLOPS, Layouts, Relaid
+from .backward import LONG_FLOPS, Relaid
 from .call import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .meter import HiddenBytes, Meter, rates_of
 from .record import Record, SeenVariant, alike, saved_at
@@ -78,18 +78,11 @@ class Estimator:
         ``is_measurable`` says that its bytes can be measured on a device that is no CPU, too.
         """
         target = record.node.target
-        if not isinstance(target, OpOverload):
+        if not isinstance(target, OpOverload) or not (is_measurable or self._can_measure()):
             return None
         key = call_key(target, args, kwargs), record.variant is None
         if key not in self.backwards:
-            in_place = record.in_place  # now: its result may become a value of its own
-
-            def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
-                return self._run_on(pretended, target, args, kwargs, in_place, None, layouts)
-
-            measure = partial(backward_measured, record, self.device) if is_measurable or self._can_measure() else None
-            usual = {n: output.layout for n, output in enumerate(record.outputs) if output.layout is not None}
-            self.backwards[key] = Relaid(target, args, kwargs, usual, run, measure)
+            self.backwards[key] = Relaid(target, args, kwargs, partial(backward_measured, record, self.device))
         return self.backwards[key]
 
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
@@ -99,7 +92,7 @@ class Estimator:
             return self._region(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
-            return Weights(gradients=_pass_through(record))
+            return Weights()
         key = call_key(operator, args, kwargs), record.variant is None
         if key not in self.seen:
             weights = self._by_kernel(record, args, kwargs)
@@ -189,7 +182,8 @@ class Estimator:
         # With a mask, shapes depend on data, which meta tensors do not have.
         if not of(target).needs_data(tensor_leaves(args, kwargs)):
             try:
-                return self._run_on(pretended, target, args, kwargs, in_place, hidden)
+                found = self._run_on(pretended, target, args, kwargs, in_place, hidden)
+                return replace(found, on_meta=all(gradient.layout for gradient in found.gradients))
             except (NotImplementedError, RuntimeError) as error:
                 # Some operators have no kernel for meta tensors, or want certain operands on a CPU; else it is news.
                 level = logging.INFO if "meta" in str(error).lower() else logging.WARNING
@@ -205,9 +199,8 @@ class Estimator:
         kwargs: Any,
         in_place: bool,
         hidden: HiddenBytes | None,
-        layouts: Layouts | None = None,
     ) -> Weights:
-        """The weights of a call with such arguments, and gradients of these layouts, or else of the usual ones."""
+        """The weights of a call with such arguments."""
         meter = Meter(self.rates.seconds, hidden or self.hidden, self.device.type == "cpu", pretend is pretended)
         with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
@@ -225,10 +218,10 @@ class Estimator:
             ready = max(0, forward.held_bytes - kept) if runs_once(target) else 0
             scratch = max(0, forward.peak_bytes - kept - ready)
             weights = Weights(scratch, forward.seconds, forward.flops, ready_bytes=ready)
-            ends = {n: t for n, t in enumerate(outputs) if has_backward(t) and (layouts is None or n in layouts)}
+            ends = {n: t for n, t in enumerate(outputs) if has_backward(t)}
             if not ends or not starts:
                 return weights
-            seeds = [like(t) if layouts is None else layouts[n].zeros(t.dtype, t.device.type) for n, t in ends.items()]
+            seeds = list(map(like, ends.values()))
             with meter:
                 edges = [start for _, start in starts]
                 found = torch.autograd.grad([*ends.values()], edges, seeds, allow_unused=True)
@@ -252,24 +245,12 @@ def input_gradients(
     groups: dict[Any, int] = {}
     gradients = []
     for argument, gradient in found:
-        if gradient.layout is not torch.strided:
-            size = sum(part.untyped_storage().nbytes() for part in sparse_parts(gradient))
-            group = groups.setdefault(argument, len(groups))
-            gradients.append(InputGradient(argument, size, None, group, dense=False, contiguous=False))
-            continue
-        storage = gradient.untyped_storage()
-        gradients.append(
-            InputGradient(
-                argument=argument,
-                bytes=storage.nbytes(),
-                shares=of_results.get(storage),
-                group=groups.setdefault(storage, len(groups)),
-                dense=is_dense(gradient),
-                contiguous=gradient.is_contiguous(),
-                is_view=is_view(gradient),
-                layout=Layout.of(gradient),
-            )
-        )
+        storage: Any = gradient.untyped_storage() if gradient.layout is torch.strided else None
+        is_sparse = storage is None
+        size = storage_bytes(sparse_parts(gradient) if is_sparse else [gradient])
+        group = groups.setdefault(argument if is_sparse else storage, len(groups))
+        layout, shares = (None, None) if is_sparse else (Layout.of(gradient), of_results.get(storage))
+        gradients.append(InputGradient(argument, size, shares, group, layout=layout))
     return tuple(gradients)
 
 
@@ -282,13 +263,6 @@ def _may_copy_operands(operator: OpOverload, weights: Weights, args: Any, kwargs
     is_seen = is_elementwise(operator) or operator.is_view or special.moves or special.has_rule
     is_long = weights.forward_flops > LONG_FLOPS
     return not (is_seen or is_long or all(t.is_contiguous() for t in tensor_leaves(args, kwargs)))
-
-
-def _pass_through(record: Record) -> tuple[InputGradient, ...]:
-    """Python-level operations (taking an item) hand the gradient on as it is."""
-    if len(record.outputs) == 1 and len(record.arguments) == 1 and record.outputs[0].differentiable:
-        return (InputGradient(0, record.outputs[0].bytes, shares=0),)
-    return ()
 
 
 class Variants:

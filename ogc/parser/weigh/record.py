@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from ...operators.low_memory import LowMemory
-from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
+from ...operators.registry import live_arguments, said_to_be_written
 from ...operators.weights import Place, Weights
 from ...process import counted
 from ...program.opaque import OpaqueCall
@@ -31,15 +31,33 @@ from ...program.program import (
     tensor_leaves,
     without_autocast,
 )
-from ...program.tensors import ByStorage, Layout, contents, is_dense
+from ...program.tensors import ByStorage, Layout, Start, anchor, contents, is_dense
 from ...torch_state.compare import same_bits
-from ...torch_state.private import base_of, storage_id, version_alone, version_of
+from ...torch_state.dispatch import out_of_mode
+from ...torch_state.private import next_node, number_of_node, storage_id, version_alone, version_of
 from ...torch_state.settings import State, random_states, same_states
 from ..forward.flat import gradient_targets, saving
 from ..traced import Traced
-from .backward import Argument, Backward, Layouts, Output, Rebase, Relaid
 
 T = TypeVar("T")
+
+
+class Argument(NamedTuple):
+    """A tensor argument of an operation."""
+
+    ref: TensorRef
+    value: TensorRef | None = None  # the same if an operation made its storage, not an external
+    kind: tuple[Any, ...] = ()  # type, shape, strides, and whether it is dense
+
+
+class Output(NamedTuple):
+    """A result of an operation."""
+
+    ref: TensorRef
+    bytes: int
+    differentiable: bool = True
+    layout: Layout = Layout((), ())  # of its gradients, as is usual
+    like: tuple[Layout, torch.dtype] = (Layout((), ()), torch.float32)  # what it is itself
 
 
 @dataclass
@@ -79,12 +97,13 @@ class Record:
     writes: list[int] = field(default_factory=list)
     externals: Externals = field(default_factory=Externals)
     saved: SavedTensors = field(default_factory=SavedTensors)
-    rebase: Rebase | None = None
     random: bool = False
     variant: SeenVariant | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
-    relaid: Relaid | None = None  # weighs its backward for gradients of other layouts
+    relaid: Callable[..., Weights | None] | None = None  # weighs its backward for gradients of other layouts
+    nodes: range = range(0)  # of autograd's graph, by number
+    is_reached: bool = True  # a backward from some output comes to it
     compared: int = 0  # tensors that an opaque module saves, and a recomputation of it compares
 
     @property
@@ -114,20 +133,6 @@ class Record:
         self.weights = replace(self.weights, internal_bytes=None, saves=None, low_memory=None)
         self.saved = SavedTensors([s if s.external else Saved(unneeded=True) for s in self.saved.tensors])
         self.variant = None
-
-    def backward(self, weights: Weights | None = None) -> Backward:
-        """Its backward by these weights, or else by those of PyTorch's operator."""
-        weights = weights or self.weights
-        variant = self.variant.target if self.variant and weights is self.weights.low_memory else None
-        copies_strided = copies_strided_gradients(variant or self.node.target)
-
-        def relaid(layouts: Layouts, are_held: bool) -> tuple[Weights, bool] | None:
-            found = None if self.relaid is None else self.relaid(layouts, variant is not None, are_held)
-            return None if found is None else (found.weights(weights), copies_strided and not found.has_copies)
-
-        is_start = of(self.node.target).begins_graph
-        found = Backward(tuple(self.outputs), tuple(self.arguments), weights, copies_strided, is_start, relaid=relaid)
-        return found if self.rebase is None else found.through_base(self.rebase)
 
 
 def named_results(node: torch.fx.Node) -> list[int]:
@@ -173,6 +178,15 @@ def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], i
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
+def on_meta(leaf: Any) -> Any:
+    """A tensor of its own, without content where it is strided; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with out_of_mode():
+        made = Layout.of(leaf).zeros(leaf.dtype, "meta") if leaf.layout is torch.strided else leaf.detach()
+        return made.requires_grad_(leaf.requires_grad) if leaf.is_leaf else Start.apply(anchor, made)[0]
+
+
 class Span(NamedTuple):
     """Memory of the plain forward that no program has, from one of its calls to another."""
 
@@ -200,7 +214,8 @@ class Observation:
     outputs: list[torch.Tensor] = field(default_factory=list)
     output_values: set[int] = field(default_factory=set)
     inputs: frozenset[int] = frozenset()
-    rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
+    given: list[torch.Tensor] = field(default_factory=list)  # without content
+    attributes: dict[str, Any] = field(default_factory=dict)  # what ``get_attr`` nodes stand for, without content
     grad_targets: frozenset[Any] = frozenset()
     unused: Sequence[Span] = ()  # what the plain forward makes besides, and nothing uses
     held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
@@ -253,6 +268,7 @@ class _Observer:
     ) -> None:
         self.model, self.traced, self.visit, self.like, self.around = model, traced, visit, like, around
         self.memory = _Memory()
+        self.on_meta: dict[int, tuple[torch.Tensor, Any]] = {}  # and the tensors themselves, by their ids
         self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
         self.random: tuple[State, ...] = ()
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
@@ -261,17 +277,25 @@ class _Observer:
         nodes = counted(self.traced.graph.nodes, "weigh operation")
         with torch.enable_grad(), without_autocast():
             result = self.memory.result
+            result.given = list(map(self._on_meta, inputs))
             result.inputs = frozenset(map(self.memory.external_number, inputs))
             outputs = run_nodes(nodes, inputs, self._attribute, self._call)
             result.outputs = [t.detach() for t in outputs]
             result.grad_targets, self.graph = gradient_targets(outputs, inputs)
+            reached = set(map(number_of_node, self.graph))
+            for record in result.records:
+                record.is_reached = not record.nodes or not reached.isdisjoint(record.nodes)
             result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}
         del outputs  # before this observer, which the caller may have let go of
         return result
 
     def _attribute(self, target: str) -> Any:
         found = get_attribute(self.model, self.traced.constants, target)
+        self.memory.result.attributes[target] = self._on_meta(found)
         return self.memory.external(self.like(found)) if isinstance(found, torch.Tensor) else found
+
+    def _on_meta(self, found: Any) -> Any:
+        return self.on_meta.setdefault(id(found), (on_meta(found), found))[0]
 
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         args, kwargs = args_of(node, values)
@@ -279,15 +303,16 @@ class _Observer:
         is_opaque = isinstance(node.target, OpaqueCall)
         refs, tensors = _tensor_arguments(node, values)
         versions = [version_of(tensor) for tensor in tensors]
-        histories = [None if base_of(tensor) is None else base_of(tensor).grad_fn for tensor in tensors]
         packed: list[torch.Tensor] = []
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
         buffers = [(b, version_of(b)) for b in self.model.buffers()] if is_opaque else []
         held = set(map(id, args[2])) if is_opaque else set()
         own = {id(b): b.detach().clone() for b, _ in buffers if id(b) in held}
+        first = next_node()
         with saving(packed), self.around:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
+        record.nodes = range(first, next_node())
         self.devices, self.random = devices, random_states(devices)
         is_seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         record.random = is_seeded or not same_states(random_before, self.random)
@@ -300,7 +325,6 @@ class _Observer:
         self.memory.note_reads(record, refs, tensors)
         self.memory.note_outputs(record, result)
         self.memory.note_writes(record, written, args)
-        self.memory.note_rebase(record, tensors, histories)
         self.memory.note_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
         packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.memory.result.records.append(record)
@@ -342,8 +366,6 @@ class _Memory:
     def __init__(self) -> None:
         self.values: ByStorage[int] = ByStorage()
         self.externals: dict[int, int] = {}
-        self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
-        self.views_of_externals: set[TensorRef] = set()  # such as chunks of a parameter, with gradients of their own
         self.saved: dict[int, list[tuple[Record, torch.Tensor, int]]] = {}  # by value: who saved it, at which version
         self.result = Observation()  # what was seen so far
 
@@ -363,10 +385,8 @@ class _Memory:
     def note_reads(self, record: Record, refs: list[TensorRef], tensors: list[torch.Tensor]) -> None:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.value(tensor)
-            is_made = value is not None or ref in self.views_of_externals
-            receiver = self.result.rebased.get(ref, ref) if is_made else None
             kind = tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)
-            record.arguments.append(Argument(ref, ref if value is not None else None, receiver, kind))
+            record.arguments.append(Argument(ref, ref if value is not None else None, kind))
             if value is not None:
                 _add(record.reads, value)
             else:
@@ -382,11 +402,9 @@ class _Memory:
             known = self.value(tensor)
             if known is not None:
                 self.result.storages[ref] = known
-                self.views.setdefault(known, []).append(ref)
-            else:
-                self.views_of_externals.add(ref)
             size = tensor.numel() * tensor.element_size()
-            record.outputs.append(Output(ref, size, has_history(tensor), Layout.usual(tensor)))
+            like = Layout.of(tensor), tensor.dtype
+            record.outputs.append(Output(ref, size, has_history(tensor), Layout.usual(tensor), like))
 
     def note_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
@@ -411,20 +429,6 @@ class _Memory:
             for saver, tensor, version in self.saved.get(value, [])
             if version_of(tensor) != version
         ]
-
-    def note_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
-        """From a write to a view on, what was read before it stands for the base as it is afterwards."""
-        for argument, (tensor, history) in enumerate(zip(tensors, histories, strict=True)):
-            base, value = base_of(tensor), self.value(tensor)
-            if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
-                continue
-            outputs = {output.ref for output in record.outputs}
-            known = [ref for ref in self.views[value] if ref not in outputs]
-            before, after = known[0], TensorRef(record.node.name, len(record.outputs))
-            size = base.numel() * base.element_size()
-            record.rebase = Rebase(argument, self.result.rebased.get(before, before), after, size)
-            self.result.rebased.update(dict.fromkeys(known, after))
-            return
 
     def note_saves(
         self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any

@@ -8,9 +8,8 @@ from torch import nn
 
 import ogc
 from ogc.operators.gpus import gpu_named
-from ogc.parser.weigh.backward import Output
 from ogc.parser.weigh.estimate import Estimator
-from ogc.parser.weigh.record import Record
+from ogc.parser.weigh.record import Output, Record
 from ogc.program.program import TensorRef
 from ogc.sizing.cuda.kernels import of_sum
 
