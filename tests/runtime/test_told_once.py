@@ -43,7 +43,7 @@ def train(model):
 
 
 def test_hooks_that_came_with_checkpointing(caplog):
-    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8))
+    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8), memory_budget="least")
     optimised.enable()
     caplog.clear()
     train(optimised)

@@ -173,7 +173,7 @@ def test_a_call_that_fails_is_the_plain_models_and_another_is_planned():
 def test_copies_and_pickles(is_called, make):
     torch.manual_seed(0)
     width = 16 if make is ByData else 64
-    model, x = planned(make()), torch.randn(64, width)
+    model, x = planned(make(), memory_budget="least"), torch.randn(64, width)
     if is_called:
         model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
