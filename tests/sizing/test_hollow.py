@@ -58,7 +58,11 @@ NETWORKS = {
     "words": (Words, torch.zeros(4, 64, dtype=torch.long)),
     "many words": (Words, torch.zeros(64, 64, dtype=torch.long)),  # whose gradient is sorted
 }
-GOALS = {"plain": {"solver": "none"}, "least": {}, "quick": {"max_overhead": 0.1}}
+GOALS = {
+    "plain": {"solver": "none"}, "least": {"memory_budget": "least"}, "fair": {}, "quick": {"max_overhead": 0.1},
+}  # fmt: skip
+TOO_MUCH = {("many words", "kept", "fair"), ("many words", "none", "fair")}
+"""0.6 % too much is promised: partial sums of a bias's gradient count beside what the products before have let go."""
 
 
 @cache
@@ -69,9 +73,13 @@ def parsed(name, gradients):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("gradients", "goal"), [*(("kept", goal) for goal in GOALS), ("none", "least")])
+@pytest.mark.parametrize(
+    ("gradients", "goal"), [*(("kept", goal) for goal in GOALS), ("none", "least"), ("none", "fair")]
+)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_plans_for_cuda_peak_as_promised(name, gradients, goal):
+def test_plans_for_cuda_peak_as_promised(name, gradients, goal, request):
+    if (name, gradients, goal) in TOO_MUCH:
+        request.applymarker(pytest.mark.xfail(reason="sums of a bias's gradient", strict=True))
     model, graph = parsed(name, gradients)
     plan = ogc.solve(graph, **GOALS[goal])
     assert goal == "plain" or plan.segments
