@@ -65,11 +65,10 @@ class Seen:
     def __init__(self, places: Places, tensors: Mapping[int, torch.Tensor]) -> None:
         self.places, self.shapes = places, {place: tensors[place].shape for place in places.copied}
         self.tensors = {place: tensors[place].detach() for place in places.held}
-        with torch.no_grad():
-            self.copies = {
-                dtype: _joined([_vector(tensors[part]) if isinstance(part, int) else part for part in parts])
-                for dtype, parts in places.parts.items()
-            }
+        self.copies = {
+            dtype: _joined([_vector(tensors[part]) if isinstance(part, int) else part for part in parts])
+            for dtype, parts in places.parts.items()
+        }
         self.samples = {dtype: self._sampled(dtype) for dtype in places.sampled}
         self.made: dict[int, torch.Tensor] = {}
 
@@ -109,6 +108,7 @@ def _vector(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() else tensor.view(1)
 
 
+@torch.no_grad()
 def _joined(vectors: list[torch.Tensor]) -> torch.Tensor:
     """Vectors of one type one behind the other, outside of the allocator of the step's tensors, aligned as they are."""
     dtype, size = vectors[0].dtype, sum([vector.nbytes for vector in vectors])

@@ -104,6 +104,7 @@ def plans(monkeypatch):
 
     monkeypatch.setattr(partitioner.Partitioner, "plan_for", noted)
     torch._dynamo.reset()
+    gc.collect()
     yield found
     torch._dynamo.reset()
 
