@@ -58,7 +58,9 @@ def test_low_memory_operators_come_back():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("goal", [{}, {"memory_budget": 0.7}, {"max_overhead": 0.6}, {"memory_budget": 1.0}])
+@pytest.mark.parametrize(
+    "goal", [{"memory_budget": "least"}, {"memory_budget": 0.7}, {"max_overhead": 0.6}, {"memory_budget": 1.0}]
+)
 def test_plans_of_the_solver_are_loaded_for_the_same_graph_parsed_again(tmp_path, goal):
     plan = ogc.solve(graph_of("residual"), **goal)
     plan.save(tmp_path / "plan.json")
