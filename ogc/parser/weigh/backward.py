@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import map_aggregate
 
 from ...operators.registry import copies_strided_gradients, is_elementwise, of
@@ -92,7 +93,7 @@ class Backwards:
         def call(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
             return self._call(numbers[node], *map_aggregate(args_of(node, values), _place))
 
-        with out_of_mode(), around:
+        with out_of_mode(), around, saved_tensors_hooks(torch.Tensor.detach, _itself):  # in the place of a caller's
             with torch.enable_grad(), without_autocast():
                 outputs = run_nodes(graph.nodes, given, attributes.__getitem__, call)
                 root = _Root.apply(*(outputs[n] for n in starts if outputs[n].requires_grad))
@@ -185,6 +186,10 @@ class Backwards:
             self.own.append(_bytes(size))
         elif not isinstance(self.gradients, str):
             _bytes(size + max(self.gradients.values(), default=0))
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _bytes(size: int) -> torch.Tensor:
