@@ -109,6 +109,8 @@ class Step:
     def note(self, places: Sequence[int]) -> None:
         """Note what is bound at these places."""
         new = tuple(place for place in places if place not in self.seen)
+        if not new:
+            return
         tensors = {place: self.bound[place] for place in new}
         if new not in self.places:
             self.places[new] = Places(tensors)
