@@ -55,8 +55,9 @@ def graph_of(
     is_cuda = torch.device(device).type == "cuda"
     evicts = is_cuda or sum(observation.value_bytes) > EVICTING_BYTES
     costs = runtime_costs(kind != "estimate", calls, choice, evicts)
-    operations = tuple(_behind_kernels(op, OF_VARIANT * costs.run) for op in operations)
-    if kind == "measure" and is_cuda:
+    if not is_cuda:  # there the host does it while kernels run
+        operations = tuple(_behind_kernels(op, OF_VARIANT * costs.run) for op in operations)
+    elif kind == "measure":
         operations, costs = beside_device(operations, costs, hook_seconds())
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)

@@ -24,7 +24,7 @@ FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py", "compiling/kernel
 tracers write them."""
 
 ELSEWHERE = {
-    "sizing/hollow.py": {"add"},  # what autograd's engine calls by itself
+    "parser/weigh/backward.py": {"add"},  # what autograd's engine calls by itself
     "sizing/optimizers.py": {"_local_scalar_dense"},  # numbers that an optimizer reads
     "parser/traced.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
     "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_", "to"},  # and casts of autocast's

@@ -22,7 +22,8 @@ from torch.fx.node import map_aggregate
 
 from ...operators.registry import copies_strided_gradients, is_elementwise, of
 from ...operators.weights import Weights
-from ...program.program import Gradients, args_of, run_nodes, tensor_leaves, without_autocast
+from ...program.opaque import Region
+from ...program.program import Gradients, args_of, run_nodes, storage_of, tensor_leaves, without_autocast
 from ...program.tensors import ByStorage, Layout, LiveBytes, is_dense
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import TorchDispatchMode, is_view
@@ -154,6 +155,7 @@ class Backwards:
         record = self.records[t]
         target: Any = record.node.target
         is_run = record.weights.on_meta or target is operator.getitem
+        target = target.to_weigh() if isinstance(target, Region) else target
         result = target(*args, **kwargs) if is_run else None
         found = [(Layout.of(made), made.dtype) for made in tensor_leaves(result)]
         if not is_run or found != [output.like for output in record.outputs]:
@@ -276,8 +278,10 @@ class _Watch(Allocations):
                 is_mine = gradient.is_contiguous() and storage not in self.of_ends
                 self.given[n] = weakref.ref(storage), storage.nbytes() if is_mine else -1
 
-    def done(self, *_: Any) -> None:
-        """That node is done."""
+    def done(self, results: tuple[torch.Tensor | None, ...], _: Any) -> None:
+        """That node is done; some of its results may have been made in the forward."""
+        for storage in filter(None, map(storage_of, tensor_leaves(results))):
+            self.alive.add(storage)
         self.is_inside, self.is_done = False, True
 
     def settle(self) -> None:

@@ -37,8 +37,8 @@ are noted for it. In a residual network of 208 tiny operations, cut into 1 to 16
 running its operation again, and a run 89, on a virtual EPYC (Zen 5) with torch 2.14, where that took 1.1."""
 
 OF_VARIANT = 0.5
-"""What a low-memory operator takes behind other kernels more than by itself, by what a recomputation takes: it is a
-function in Python. In three networks 10 to 200 us, 60 in the median, where a recomputation took 125."""
+"""What a low-memory operator takes behind a CPU's other kernels more than by itself, by what a recomputation takes: it is
+a function in Python. In three networks 10 to 200 us, 60 in the median, where a recomputation took 125."""
 
 OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
