@@ -135,6 +135,15 @@ def test_every_form_of_the_layer_is_found(head, batch):
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
 
 
+def test_the_gradient_of_a_tied_weight_is_alive_until_that_of_the_words_is_added(batch):
+    model = Language(VARIANTS["view"])
+    model.layer = nn.Sequential(nn.Linear(WIDTH, 400), nn.Tanh(), nn.Linear(400, WIDTH))  # the peak is in its backward
+    model.head.weight = model.words.weight
+    optimised = ogc.optimize(model, batch, chunks=8, outputs="loss", memory_budget=0.9)
+    assert len(chunked(optimised)) == 1
+    assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
+
+
 def test_nothing_runs_twice(batch):
     model = Language(VARIANTS["view"])
     graph = ogc.parse(model, batch, outputs="loss")
