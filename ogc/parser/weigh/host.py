@@ -17,10 +17,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...graph import Operation, RuntimeCosts, Variant
-from ...program.autocast import run_saving
 from ...torch_state.module_state import WatchedModule
 from ...torch_state.reads import Reads
-from ...torch_state.settings import flags
 from .measure import Caches, own_clock
 
 T = TypeVar("T", Operation, Variant)
@@ -37,23 +35,20 @@ are noted for it. In a residual network of 208 tiny operations, cut into 1 to 16
 running its operation again, and a run 89, on a virtual EPYC (Zen 5) with torch 2.14, where that took 1.1."""
 
 OF_VARIANT = 0.5
-"""What a low-memory operator takes behind a CPU's other kernels more than by itself, by what a recomputation takes: it is
-a function in Python. In three networks 10 to 200 us, 60 in the median, where a recomputation took 125."""
+"""What a low-memory operator takes behind a CPU's other kernels more than by itself, by what a recomputation takes: it
+is a function in Python. In three networks 10 to 200 us, 60 in the median, where a recomputation took 125."""
 
 OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
 more, and on the EPYC a step in which nothing is recomputed took 1.5 ms less, though choosing its plan took 0.3 ms."""
 
-RETURN_OF_TENSOR = 0.03
-"""The part that a saved tensor takes of a run's return from a kernel. On a virtual EPYC that was 0.17 ms. 21 plans of
-MobileNetV3, GhostNet and DenseNet-121 promised 4 points less than they paid without returns, and 1 more with 0.05."""
+COLD = 2.5
+"""By how much these take longer where kernels between them need the caches. In 20 plans of seven convolutional networks
+a tensor took 8 to 11 us, and a run 250 to 390, on that EPYC."""
 
 OF_CHOICE = 100.0
 """What stands between a call and its forward, whatever the model, by the same: it took 0.15 to 0.35 ms of that
 network's step where nothing was to be done, most of it for what a step has driven out of the caches."""
-
-RETURNS = 45
-"""Returns that are measured, a third of a second in all: they vary by half, and their median by a tenth."""
 
 CHOICES = 5
 """Times that the choice of a plan is measured. Most of it is waiting for memory: what a step leaves in the caches."""
@@ -76,8 +71,8 @@ def runtime_costs(is_measured: bool, calls_left_out: int, choice: float, kernels
     """
     hooked = hook_seconds() if is_measured else HOOK_SECONDS
     left_out = OF_CALL * hooked * max(0, calls_left_out) if is_measured else 0.0
-    return_ = _return_seconds() if is_measured and kernels_evict else 0.0
-    return RuntimeCosts(OF_RUN * hooked + return_, OF_TENSOR * hooked + RETURN_OF_TENSOR * return_, left_out, choice)
+    each = COLD * hooked if is_measured and kernels_evict else hooked
+    return RuntimeCosts(OF_RUN * each, OF_TENSOR * each, left_out, choice)
 
 
 def choice_seconds(model: torch.nn.Module, reads: Reads) -> float:
@@ -131,25 +126,6 @@ def _chain(x: torch.Tensor) -> torch.Tensor:
     for _ in range(LENGTH):
         x = x.sigmoid()
     return x.sum()
-
-
-@cache
-def _return_seconds() -> float:
-    """Seconds that what a recomputation does first takes more after a convolution than after itself."""
-    settings, start, caches, differences = flags(), torch.zeros(4), Caches(), list[float]()
-    images, weight = torch.zeros(2, 64, 56, 56), torch.zeros(64, 64, 3, 3)
-
-    def seconds() -> float:
-        begin = own_clock()
-        run_saving(start.detach().requires_grad_().sigmoid, settings, _Hooks().pack, _unpack)
-        return own_clock() - begin
-
-    for _ in range(RETURNS):
-        caches.evict()
-        torch.conv2d(images, weight, padding=1)
-        first, second = seconds(), seconds()
-        differences.append(first - second)
-    return max(0.0, median(differences))
 
 
 class _Hooks:
