@@ -20,6 +20,7 @@ from .in_parts import (
     in_parts_instead,
     optimize_in_parts,
     optimize_units,
+    shards_alone,
     with_calls_beside,
 )
 from .parser import hooked_modules
@@ -54,7 +55,8 @@ class OnDevice:
     def within(self, planning: Planning, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by a plan within what the device has left for activations."""
         sizing = optional("sizing.needs")
-        needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp, gradients=self.gradients)
+        own = shards_alone(model) if has_units(model) else model
+        needs = sizing.fixed_needs(own, sample_input, self.optimizer, ddp=self.ddp, gradients=self.gradients)
         parsing = replace(planning.options.parsing, gradients=needs.when)
 
         def optimized(budget: Budget) -> torch.nn.Module:
@@ -148,14 +150,12 @@ class Planning:
         """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""
         if not has_units(model):
             check_model(model, may_lack_content=True)
-        elif self.verify or self.device is not None or self.backend is not None:
-            raise InputError(
-                "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
-            )
+        elif self.verify or self.backend is not None:
+            raise InputError("verify= and compile= need all of a model, and this one is sharded: leave them out")
         elif self.options.offloading is not None:
             raise InputError("offload= needs one plan of all of a model, and this one is sharded: leave it out")
         else:
-            check_goal_of_units(self.options, self.chunks)
+            check_goal_of_units(model, self.options, self.chunks)
         if self.device is not None:
             optional("sizing.needs").memory_bytes(self.device.memory, "device_memory")
         self.options.parsing.check(model)
@@ -188,7 +188,7 @@ class Planning:
         """The model planned as it stands, without what unpickles it."""
         options = self.options
         if has_units(model) and has_inner_units(model):
-            return optimize_units(model, replace(options, offloading=None))
+            return optimize_units(model, sample_input, replace(options, offloading=None))
         is_by_hand = parse_graph_of(model, options.parsing.parse_graph) is not None
         is_by_hand = is_by_hand or options.parsing.front_end != RECORD
         in_one_plan = self.chunks > 1 or self.backend is not None or is_by_hand or options.offloading is not None

@@ -138,7 +138,7 @@ class Replanner:
         if self.anew is None:
             return None
         if has_inner_units(model):
-            log.warning("the model was sharded since it was optimized: its units are planned one by one")
+            log.warning("the model was sharded since it was optimized: its units are planned anew")
             return self.anew(model, call)
         hooked = hooked_modules(dict(model.named_modules(remove_duplicate=False)))
         new = [name for name in hooked if name and name not in self.hooked]

@@ -7,12 +7,12 @@ the hooks that gather its parameters for that and let go of them: it needs no ga
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..errors import InputError, OgcError, ParseError, SolveError
+from ..errors import OgcError, SolveError
 from ..graph import Graph
 from ..parser import hooked_modules, reuse
 from ..plan import Plan, SavedPlan, plain_plan, simulate
@@ -21,12 +21,9 @@ from ..plan.simulate import plain_peak
 from ..planning import GraphAndPlan, Meets, OfGraph, PlanOptions, Replanner, look_for
 from ..program.structures import Call
 from ..solver import Goal, SolveOptions
-from ..torch_state.forwards import is_compiled
-from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
-from .joined import REGION_BACK, Joined, PartCost, usual_events
-from .module import Parts, module_in_parts
-from .plan import PartPlan, PartsPlan, PlainModule, frugal
+from .joined import REGION_BACK, Joined, PartCost
+from .plan import frugal
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -138,7 +135,12 @@ class LatePlanner:
             OgcError: the call cannot be parsed or planned.
         """
         told = self.options.of_submodule(name, module).parsing.told
-        alike = [(part, share) for part, share in self.examples if is_alike(part, module) and part.told == told]
+        alike = [
+            (part, share)
+            for part, share in self.examples
+            if part.name == name or (is_alike(part, module) and part.told == told)
+        ]
+        alike.sort(key=lambda example: example[0].name != name)
         for part, share in alike:
             with suppress(OgcError):
                 graph, plan = reuse(module, part.graph, call, weighed=share.meets is not None), share.plan
@@ -164,61 +166,3 @@ def frugal_plan(solving: SolveOptions, graph: Graph) -> Plan:
         if not share:
             return _solved(solving, graph, plain.most, solving.goal)
     return frugal(solving, graph)
-
-
-def check_goal_of_units(options: PlanOptions, chunks: int) -> None:
-    """Raise InputError if the goal can only be met for the model as a whole."""
-    if options.goal.is_in_bytes:
-        raise InputError(
-            "the model is sharded, and its units are planned one by one: a budget in bytes is for all of them; give a "
-            "share, such as memory_budget=0.4, or max_overhead"
-        )
-    if chunks > 1:
-        raise InputError("the model is sharded, and its units are planned one by one: chunks does not go with it")
-
-
-def optimize_units(model: torch.nn.Module, options: PlanOptions) -> torch.nn.Module:
-    """The model with its units, and what is around them, planned with their first calls.
-
-    Args:
-        model: some submodules of it are units of ``fully_shard``.
-        options: a goal that is a share, of bytes or of time, holds for each unit by itself.
-
-    Raises:
-        ParseError: there is nothing to plan.
-    """
-    closed = options.parsing.asked_for(model)
-    late = {
-        name: module
-        for name, module in planned_apart(model)
-        if not is_compiled(module) and not any(f"{name}.".startswith(f"{one}.") for one in closed)
-    }
-    if not late:
-        raise ParseError("no submodule of the sharded model is trained and called with all its parameters available")
-    parts, names = Parts([], late, LatePlanner(options, [])), {id(module): name for name, module in late.items()}
-    return module_in_parts(model, parts, {"plan": property(lambda self: _plan_so_far(parts, names, options))})
-
-
-def _plan_so_far(parts: Parts, names: dict[int, str], options: PlanOptions) -> PartsPlan:
-    """The plans of the units that were called, as if each was called once in a step."""
-    planned = [(names[key], member.runner.sample) for key, member in parts.members.items()]
-    found = [(name, one.graph, replace(one.plan, graph=one.graph)) for name, one in planned if one.graph and one.plan]
-    choice, calls = tuple(plan for *_, plan in found), tuple(range(len(found)))
-    step = Joined(
-        tuple(graph for _, graph, _ in found),
-        calls,
-        tuple(name for name, *_ in found),
-        usual_events(len(calls)),
-        ((),) * len(calls),
-    )
-    return PartsPlan(
-        parts=tuple(PartPlan(name, 1, plan, PartCost.of(graph, plan)) for name, graph, plan in found),
-        plain=(PlainModule("", "is sharded; its units are planned with their first calls"),),
-        peak_bytes=step.peak(choice) if found else 0,
-        plain_peak_bytes=step.peak(step.plain) if found else 0,
-        outside_bytes=0,
-        part_seconds=step.part_seconds,
-        recomputed_seconds=step.seconds(choice),
-        is_measured=False,
-        solver=options.solving.solver,
-    )

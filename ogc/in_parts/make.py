@@ -28,7 +28,7 @@ from ..torch_state.allocator import can_measure
 from ..torch_state.forwards import only_holds
 from ..torch_state.ranks import first_answer
 from .find import FoundParts, Part, find_parts, is_alike
-from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
+from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, Key, PartCost, usual_events
 from .late import LatePlanner, Share
 from .measure import Outside, measure, outside_of_step
 from .module import Parts, PlannedPart, module_in_parts, planned_part_of
@@ -84,6 +84,23 @@ def optimize_in_parts(
     result = planned.module()
     _tell(planned.plan)
     return result
+
+
+def plans_of_parts(
+    model: torch.nn.Module,
+    sample_input: Any,
+    options: PlanOptions,
+    plain: Mapping[str, str],
+    beside: Callable[[Key], int],
+) -> tuple[PartsPlan, list[tuple[Part, Share]]]:
+    """The plans of a model's parts, where more bytes are ``beside`` them during the events of a step.
+
+    The arguments and errors are those of :func:`optimize_in_parts`. The plans are there to be reused.
+    """
+    with _quiet_about_opaque():
+        found = find_parts(model, sample_input, options, plain)
+        planned = look_for(_Planning(model, sample_input, options, found, beside))
+    return planned.plan, [(part, planned._share(number)) for number, part in enumerate(planned.parts)]
 
 
 def heavy_opaque(model: torch.nn.Module, graph: Graph, options: PlanOptions) -> dict[str, str]:
@@ -146,11 +163,13 @@ class _Planning(Wanted["_Planned"]):
     sample_input: Any
     options: PlanOptions
     found: FoundParts
+    beside: Callable[[Key], int] = lambda key: 0
 
     @property
     def asked(self) -> tuple[Any, ...]:
         parts = sorted([*self.found.parts, *self.alike.values()], key=lambda part: part.name)
-        return "parts", [(part.name, structure_of(part.graph)) for part in parts]
+        beside = [self.beside((kind, 0)) for kind in (REGION, REGION_BACK)]
+        return "parts", [(part.name, structure_of(part.graph)) for part in parts], beside
 
     @cached_property
     def alike(self) -> dict[str, Part]:
@@ -247,6 +266,8 @@ class _Planned:
         self.step = self.called if self.outside is None else replace(self.called, events=self.outside.events)
         for number, beside in self.late.items():
             self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
+        events = [replace(one, outside=one.outside + self.planning.beside(one.key)) for one in self.step.events]
+        self.step = replace(self.step, events=tuple(events))
 
     def _outside(self) -> Outside | None:
         model = self.planning.model

@@ -311,3 +311,15 @@ def share_shards(module: torch.nn.Module, like: torch.nn.Module) -> None:
 
     state: Any = _get_module_state(like)
     _insert_module_state(module, state)
+
+
+def groups_of_shards(module: torch.nn.Module) -> list[Any]:
+    """The parameters that a unit of ``fully_shard`` gathers at once. Without it its units share no goal."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    found = getattr(state, "_fsdp_param_groups", None)
+    return list(found) if found is not None else [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+def gathered_parameter(one: Any) -> torch.Tensor | None:
+    """A parameter of such a group, gathered, once it was. Without it as without ``groups_of_shards``."""
+    return getattr(one, "_unsharded_param", None)

@@ -12,8 +12,9 @@ import base64
 import logging
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -27,6 +28,8 @@ from .private import (
     OPERATOR_NAMES,
     alone_on_this_thread,
     finished_work,
+    gathered_parameter,
+    groups_of_shards,
     parameters_of,
     pytree,
     schema_of,
@@ -171,9 +174,69 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     return isinstance(module, _sharding("FullyShardedDataParallel"))
 
 
+def before_sharding(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class of a module before ``fully_shard`` made it a unit."""
+    unit = _sharding("FSDPModule")
+    if not (unit and issubclass(kind, unit)):
+        return kind
+    return next(base for base in kind.__bases__ if issubclass(base, torch.nn.Module) and base is not unit)
+
+
+def is_of_sharding(value: Any) -> bool:
+    """Whether something is torch's for sharding, such as what a hook of a unit belongs to."""
+    return type(value).__module__.startswith("torch.distributed.fsdp")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Parameters that a unit of ``fully_shard`` gathers at once.
+
+    Attributes:
+        bytes: of them.
+        reduced_bytes: of their gradients, as they are reduced.
+        is_kept: they stay after the forward.
+        is_around: there are units inside the unit, so that its gradients wait for theirs.
+        dtypes: of each that is sharded now, by its identity, as it is gathered.
+        shards: this rank's part of each, by the identity of the parameter, be it sharded now or gathered.
+    """
+
+    bytes: int
+    reduced_bytes: int
+    is_kept: bool
+    is_around: bool
+    dtypes: Mapping[int, torch.dtype]
+    shards: Mapping[int, torch.Tensor]
+
+
+def gathered_by(model: torch.nn.Module) -> Iterator[Gathered]:
+    """What the units of a model gather."""
+    for module in filter(is_unit, model.modules()):
+        for group in groups_of_shards(module):
+            policy, parameters = group.mp_policy, [one.sharded_param for one in group.fsdp_params]
+            dtypes = {id(p): policy.param_dtype or p.dtype for p in parameters}
+            reduced = [p.numel() * (policy.reduce_dtype or dtypes[id(p)]).itemsize for p in parameters]
+            yield Gathered(
+                sum(p.numel() * dtypes[id(p)].itemsize for p in parameters),
+                sum(reduced),
+                group.post_forward_mesh_info is None,
+                has_inner_units(module),
+                dtypes,
+                {
+                    id(p): one.sharded_param.to_local()
+                    for one in group.fsdp_params
+                    for p in (one.sharded_param, gathered_parameter(one))
+                },
+            )
+
+
 def has_units(module: Any) -> bool:
     """Whether something is a module that is such a unit, or has some inside."""
     return isinstance(module, torch.nn.Module) and any(is_unit(one) or is_wrapper(one) for one in module.modules())
+
+
+def has_wrappers(model: torch.nn.Module) -> bool:
+    """Whether there is such a wrapper in a model."""
+    return any(map(is_wrapper, model.modules()))
 
 
 def has_inner_units(module: torch.nn.Module) -> bool:

@@ -501,6 +501,31 @@ def shares_shards(share):
         return not isinstance(module.weight, DTensor)
 
 
+@contextmanager
+def unit_of_shards():
+    from torch.distributed.fsdp import fully_shard
+
+    with one_rank(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield fully_shard(nn.Linear(2, 3, bias=False), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+def has_groups(groups_of):
+    with unit_of_shards() as module:
+        (group,) = groups_of(module)
+        (one,) = group.fsdp_params
+        is_kept, policy = group.post_forward_mesh_info is None, group.mp_policy
+        return not is_kept and policy.param_dtype is policy.reduce_dtype is None and one.sharded_param is module.weight
+
+
+def knows_gathered(gathered):
+    with unit_of_shards() as module:
+        (one,) = module._get_fsdp_state()._fsdp_param_group.fsdp_params
+        before = gathered(one)
+        module.unshard()
+        return before is None and gathered(one) is module.weight
+
+
 def asks_what_to_compile_by(name):
     from torch._dynamo import eval_frame
 
@@ -633,6 +658,8 @@ CHECKS = {
     "OPERATOR_NAMES": lambda names: "aten::relu" in names(),
     "store_of_all_ranks": has_store,
     "share_shards": shares_shards,
+    "groups_of_shards": has_groups,
+    "gathered_parameter": knows_gathered,
     "partition_in_order": divides,
     "CustomPartitioner": lambda kind: kind.__abstractmethods__ == {"__call__", "uuid"},
     "hash_of_files": lambda of: of((str(FILES[0]),)) != of((str(FILES[1]),)),
