@@ -25,7 +25,7 @@ PARTS = {
         *("solve", "frontier", "Frontier", "chunk_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
         *("make_plan", "saved", "recomputed", "Segment", "Policy", "Offload", "Decisions"),
     ),
-    "Compiled code": ("Partitioner",),
+    "Compiled code, pipelines": ("Partitioner", "in_flight"),
     "Errors": (
         *("OgcError", "InputError", "ParseError", "SolveError", "PlanError"),
         *("ReplayError", "CheckError", "DependencyError"),

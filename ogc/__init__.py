@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .sizing.largest import LargestBatch, largest_batch, largest_batches
     from .sizing.needs import Estimate, estimate
     from .solver import frontier, solve
+    from .torch_state.pipelines import in_flight
 
 __version__ = "0.2.0"
 
@@ -66,6 +67,7 @@ _HOMES = {
     "sizing.largest": ("LargestBatch", "largest_batch", "largest_batches"),
     "sizing.needs": ("Estimate", "estimate"),
     "solver": ("frontier", "solve"),
+    "torch_state.pipelines": ("in_flight",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

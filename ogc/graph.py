@@ -227,6 +227,8 @@ class Graph:
         free: the same graph where nothing is told, if something is.
         kinds: for each module, by its name, the names of its class and of those that this inherits from.
         host: where plans may offload values to, if anywhere.
+        in_flight: so many forwards run before the backward of the first, as in a stage of a pipeline: what each keeps
+            for its backward counts as often.
     """
 
     operations: tuple[Operation, ...]
@@ -245,6 +247,7 @@ class Graph:
     free: Graph | None = field(default=None, compare=False, repr=False)
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
     host: Host | None = None
+    in_flight: int = 1
 
     def __post_init__(self) -> None:
         written: set[int] = set()

@@ -67,6 +67,7 @@ def optimize(
     offload: str | PathLike[str] | bool = False,
     bandwidth: float | tuple[float, float] | None = None,
     host_memory: int | str | None = None,
+    in_flight: int = 1,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -135,6 +136,8 @@ def optimize(
             them, or True for the folder of temporary files; on CUDA True, for pinned memory. Needs a budget.
         bandwidth: bytes per second of these copies, or a pair of them, out and back; measured where it is not given.
         host_memory: most bytes, or a text like ``"64GB"``, that one forward may offload.
+        in_flight: so many forwards run before the backward of the first, as in a stage of a pipeline, see
+            :func:`ogc.in_flight`: peaks and goals are those of all of them together.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -192,7 +195,16 @@ def optimize(
             raise InputError(f"offload= does not go with {', '.join(named)}; leave one of them out")
         if device is None and not (solving.goal.is_bounded and max_overhead is None):
             raise InputError("offload= is for a budget: give memory_budget= in bytes or as a share, or device_memory=")
-    options = PlanOptions(parsing, solving, store, planning_seconds, offloading)
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise InputError(f"in_flight must be a number of micro-batches, 1 or more, not {in_flight!r}")
+    if in_flight > 1:
+        others = {
+            "chunks=": chunks > 1, "compile=": backend is not None, "device_memory=": device is not None,
+            "offload=": offloading is not None,
+        }  # fmt: skip
+        if named := [name for name, is_given in others.items() if is_given]:
+            raise InputError(f"in_flight= does not go with {', '.join(named)}; leave one of them out")
+    options = PlanOptions(parsing, solving, store, planning_seconds, offloading, in_flight)
     planning = Planning(options, chunks, Given(saved), backend, device, verify)
     return planning.result(model, sample_input, plain)
 

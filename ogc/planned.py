@@ -152,8 +152,8 @@ class Planning:
             check_model(model, may_lack_content=True)
         elif self.verify or self.backend is not None:
             raise InputError("verify= and compile= need all of a model, and this one is sharded: leave them out")
-        elif self.options.offloading is not None:
-            raise InputError("offload= needs one plan of all of a model, and this one is sharded: leave it out")
+        elif self.options.needs_one_plan:
+            raise InputError(f"{self.options.needs_one_plan} one plan of all of a model, and this one is sharded")
         else:
             check_goal_of_units(model, self.options, self.chunks)
         if self.device is not None:
@@ -188,15 +188,17 @@ class Planning:
         """The model planned as it stands, without what unpickles it."""
         options = self.options
         if has_units(model) and has_inner_units(model):
+            if options.in_flight > 1:
+                raise ParseError("in_flight= needs one plan of all of a model, and this one is sharded")
             return optimize_units(model, sample_input, replace(options, offloading=None))
         is_by_hand = parse_graph_of(model, options.parsing.parse_graph) is not None
         is_by_hand = is_by_hand or options.parsing.front_end != RECORD
-        in_one_plan = self.chunks > 1 or self.backend is not None or is_by_hand or options.offloading is not None
+        in_one_plan = self.chunks > 1 or self.backend is not None or is_by_hand or bool(options.needs_one_plan)
         try:
             graph = options.parse(model, sample_input)
         except ParseError as problem:
-            if options.offloading is not None:
-                raise ParseError(f"offload= needs one plan of the whole model, leave it out: {problem}") from problem
+            if needs := options.needs_one_plan:
+                raise ParseError(f"{needs} one plan of the whole model, leave it out: {problem}") from problem
             if in_one_plan:
                 raise
             return in_parts_instead(model, sample_input, options, problem, partial(look_for, given=self.given))

@@ -367,20 +367,26 @@ class PlanOptions:
     store: Store = NOWHERE
     seconds: float | None = None
     offloading: Offloading | None = None
+    in_flight: int = 1
 
     @property
     def goal(self) -> Goal:
         """That of the plans."""
         return self.solving.goal
 
+    @property
+    def needs_one_plan(self) -> str:
+        """Which of these cannot do with plans of parts, as the beginning of a sentence; "" if none."""
+        return "offload= needs" if self.offloading is not None else "in_flight= needs" if self.in_flight > 1 else ""
+
     def parse(self, model: torch.nn.Module, sample_input: Any) -> Graph:
         """The graph of a call, as :func:`ogc.parse` makes it."""
-        graph = parsed(model, sample_input, self.parsing)
+        graph = replace(parsed(model, sample_input, self.parsing), in_flight=self.in_flight)
         return graph if self.offloading is None else self.offloading.on(graph)
 
     def of_submodule(self, name: str, module: torch.nn.Module) -> PlanOptions:
-        """The same for calls of a submodule, which offload nothing."""
-        return replace(self, parsing=self.parsing.of_submodule(name, module), offloading=None)
+        """The same for calls of a submodule, which offload nothing and of which one is in flight."""
+        return replace(self, parsing=self.parsing.of_submodule(name, module), offloading=None, in_flight=1)
 
     def within(self, budget: Budget | None) -> PlanOptions:
         """The same with another budget."""

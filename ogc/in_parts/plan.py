@@ -10,9 +10,10 @@ from os import PathLike
 
 from ..errors import PlanError
 from ..graph import MIB, Graph, price, table
-from ..plan import Decisions, Plan, SavedPlan, Segment, make_plan, plain_plan, recomputed
+from ..plan import Plan, SavedPlan, make_plan, plain_plan, recomputed
 from ..plan.saving import PARTS, SavedDecisions
 from ..solver import LEAST_PEAK, SolveOptions
+from ..solver.candidates import inside_a_recomputation
 from .joined import PartCost
 
 
@@ -22,32 +23,13 @@ def frugal(solving: SolveOptions, graph: Graph) -> Plan:
     if solving.solver != "optimal":
         return least
     plans = [least]
-    for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
+    for decisions in (inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
         with suppress(PlanError):  # an operation would run twice that must not
             plans.append(make_plan(graph, decisions, "optimal"))
     costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
     cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
     is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
     return found if is_better or not graph.may_be_plain else plain
-
-
-def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:
-    """The segments as parts of one that is recomputed, as far as nothing in it must run once."""
-    groups: list[list[Segment]] = [[]]
-    for segment in decisions.segments:
-        if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
-            groups[-1].append(segment)
-        else:
-            groups += [[segment], []]
-    segments = tuple(_joined(group) for group in groups if group)
-    return replace(decisions, segments=segments, is_plain=False)
-
-
-def _joined(group: list[Segment]) -> Segment:
-    first, last = group[0], group[-1]
-    if len(group) == 1 and ((first.parts and not first.saved_values) or first.start + 1 == first.stop):
-        return first
-    return recomputed(first.start, last.stop, *group)
 
 
 COLUMNS = (

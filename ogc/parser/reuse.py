@@ -79,7 +79,7 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
         values = values_of(traced, observation)
         found = replace(graph, operations=operations, values=values, program=again, outside=outside, free=None)
     made = replace(found.program, parse_graph=program.parse_graph, recorded=bare)
-    found = replace(found, program=made, host=graph.host)
+    found = replace(found, program=made, host=graph.host, in_flight=graph.in_flight)
     return found if has_loss else _with_outside_of(graph, found)
 
 

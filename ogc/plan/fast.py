@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate, chain
 from pathlib import Path
-from struct import Struct, unpack, unpack_from
+from struct import Struct, unpack_from
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +142,7 @@ class Replay:
         if self._state is None:
             raise MemoryError("there is no memory to weigh plans in")
         weakref.finalize(self, self._library.ogc_delete, self._state)
-        self._cost = array("q", bytes(80))
+        self._cost = array("q", bytes(88))
         self._flat: dict[int, tuple[Segment, bytes, bytes]] = {}  # by the identity of the segment, which is held
 
     def __call__(self, decisions: Decisions) -> Cost:
@@ -178,7 +178,7 @@ class Replay:
         seconds = costs.choice + costs.run * runs + costs.saved_tensor * seen - costs.left_out
         seconds += recomputed + self._again + sum(low[t] - own[t] for t in decisions.low_memory)
         values = (ctypes.c_int32 * alive).from_address(place) if alive else ()
-        return Cost(peak, seconds, tuple(sorted(values)))
+        return Cost(peak + (self.graph.in_flight - 1) * self._cost[-1], seconds, tuple(sorted(values)))
 
     def profile(self, decisions: Decisions) -> Profile:
         """What a plan takes step by step where its offloaded values are saved.
@@ -190,7 +190,7 @@ class Replay:
         graph, status = self.graph, self._replayed(decisions)
         if status == RUNS_TWICE:
             raise PlanError("an operation must not run twice")
-        *_, count, steps, sizes, needed = unpack("5qd4q", self._cost) if status == FOUND else (0,) * 4
+        *_, count, steps, sizes, needed = unpack_from("5qd4q", self._cost) if status == FOUND else (0,) * 4
         if not count:  # nothing is compiled, or what is of an earlier version, or the plan cannot be carried out
             return Profile.of(graph, decisions, self(decisions))
         cost = self._counted(decisions)
@@ -226,7 +226,10 @@ class Replay:
         columns = [array("B", column) for column in (segments, policies, is_low)]
         counts = len(segments) // ROW.size, len(everywhere)
         plan = array("q", (*counts, *(column.buffer_info()[0] for column in columns)))
-        return int(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]))
+        self._cost[-1] = -1
+        status = int(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]))
+        is_older = status == FOUND and graph.in_flight > 1 and self._cost[-1] < 0  # it knows of one forward alone
+        return NO_PLAN if is_older else status
 
     def _flattened(self, one: Segment) -> tuple[Segment, bytes, bytes]:
         """A segment, itself and its parts as rows, and their policies; the segments of other plans are known."""

@@ -53,6 +53,7 @@ typedef struct {
     const void *steps;         /* Step */
     const int64_t *step_bytes; /* of each step, the most bytes alive */
     const int32_t *needed;     /* of each value, the first step that needs the forward's copy behind it; -1: none */
+    int64_t held;              /* bytes alive between forward and backward */
 } Cost;
 
 typedef struct {
@@ -487,8 +488,12 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
     if (set_steps(s) != FOUND || set_last_needs(s) != FOUND) return NO_MEMORY;
 
     Memory memory = {.peak = -1};
-    for (int32_t n = 0; n < s->step_count; n++) take(s, &memory, n);
-    *cost = (Cost){.peak_bytes = memory.peak > 0 ? memory.peak : 0, .runs = s->count - 1};
+    int64_t held = 0;
+    for (int32_t n = 0; n < s->step_count; n++) {
+        take(s, &memory, n);
+        if (n == g->operations - 1) held = memory.live;
+    }
+    *cost = (Cost){.peak_bytes = memory.peak > 0 ? memory.peak : 0, .runs = s->count - 1, .held = held};
     cost->step_count = s->step_count, cost->steps = s->steps, cost->step_bytes = s->step_bytes;
     cost->needed = s->needed_at;
     for (int32_t number = 1; number < s->count; number++)

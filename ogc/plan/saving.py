@@ -80,7 +80,10 @@ def structure_of(graph: Graph) -> tuple[Any, ...]:
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
     where, told = graph.device.partition(":")[0], (sorted(graph.told.saved), sorted(graph.told.recomputed))
     found = astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes, told
-    return found if graph.host is None else (*found, "offloads", graph.host.values and sorted(graph.host.values))
+    others: tuple[Any, ...] = ("in flight", graph.in_flight) if graph.in_flight > 1 else ()
+    if graph.host is not None:
+        others = *others, "offloads", graph.host.values and sorted(graph.host.values)
+    return *found, *others
 
 
 def _named(op: Operation) -> str:

@@ -39,6 +39,7 @@ class Simulation:
         runtime_seconds: what the plan takes beside: low-memory operators, and the runtime's own work.
         timeline: one event per operation run.
         waiting_seconds: what operations wait for copies of offloaded values.
+        held_bytes: alive between the forward and the backward.
     """
 
     peak_bytes: int
@@ -48,6 +49,7 @@ class Simulation:
     runtime_seconds: float
     timeline: tuple[Event, ...]
     waiting_seconds: float = 0.0
+    held_bytes: int = 0
 
     @property
     def added_seconds(self) -> float:
@@ -108,6 +110,7 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
         runtime_seconds=planned.step_seconds - graph.step_seconds + runtime_seconds(schedule),
         timeline=tuple(memory.timeline),
         waiting_seconds=Queues.of(schedule).waiting,
+        held_bytes=memory.held_bytes,
     )
 
 
@@ -120,9 +123,10 @@ def runtime_seconds(schedule: Schedule) -> float:
 
 
 def replay(memory: AnyMemory) -> AnyMemory:
-    """Carry out all steps."""
+    """Carry out all steps, beside those of other forwards whose backwards are still to come."""
     for number, step in enumerate(memory.schedule.steps):
         memory.take(number, step)
+    memory.beside_others()
     return memory
 
 
@@ -139,6 +143,7 @@ class Memory:
         self.internal_bytes = 0
         self.peak_bytes = -1
         self.peak_event = 0
+        self.held_bytes = 0  # once the forward is done
         self.gone: list[tuple[int, int, int]] = []  # (value, first event, event from which it is gone)
         self.leaving: dict[int, list[int]] = {}  # the offloaded values that leave before a step, by its number
         self.returning: dict[int, list[int]] = {}
@@ -152,6 +157,15 @@ class Memory:
         for v in self.returning.get(number, ()):
             self._add((FORWARD, v))
         (self._backward if step.is_backward else self._forward)(number, step)
+        if number == len(self.graph) - 1:
+            self.held_bytes = self.live_bytes + self.internal_bytes
+
+    def beside_others(self) -> None:
+        """Count what other forwards hold that are in flight."""
+        others = (self.graph.in_flight - 1) * self.held_bytes
+        if others:
+            self.timeline = [event._replace(bytes=event.bytes + others) for event in self.timeline]
+            self.peak_bytes += others
 
     def leave(self, number: int) -> None:
         """Drop the offloaded values that are gone before a step."""

@@ -250,3 +250,22 @@ def selective(costs: Replay) -> Iterator[Candidate]:
         recomputed_values = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
         with suppress(PlanError):  # an operation would run twice that must not
             yield weigh(costs, Decisions(segments).recomputing(recomputed_values))
+
+
+def inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:
+    """The segments as parts of one that is recomputed, as far as nothing in it must run once."""
+    groups: list[list[Segment]] = [[]]
+    for segment in decisions.segments:
+        if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
+            groups[-1].append(segment)
+        else:
+            groups += [[segment], []]
+    segments = tuple(_joined(group) for group in groups if group)
+    return replace(decisions, segments=segments, is_plain=False)
+
+
+def _joined(group: list[Segment]) -> Segment:
+    first, last = group[0], group[-1]
+    if len(group) == 1 and ((first.parts and not first.saved_values) or first.start + 1 == first.stop):
+        return first
+    return recomputed(first.start, last.stop, *group)

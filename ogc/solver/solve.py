@@ -8,18 +8,20 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from ..errors import InputError, PlanError, SolveError
-from ..graph import MIB, Graph
-from ..plan import Decisions, Frontier, Plan, plain_plan, saved, simulate
+from ..graph import MIB, Graph, Operation, Value
+from ..plan import Decisions, Frontier, Plan, plain_plan, recomputed, saved, simulate
+from ..plan.decisions import up_to
 from ..plan.fast import Replay, library
 from ..plan.schedule import Schedule
 from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
-from .candidates import Candidate, front_of, weigh
+from .candidates import Candidate, front_of, inside_a_recomputation, weigh
 from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .offloading import offloading, timed_candidate
 from .polish import Aim, polished
@@ -224,6 +226,10 @@ SLOWER_BY_OFFLOADS = 6
 OFFLOADING_TIMES_OPERATIONS = 30_000
 """Moves of such plans times operations, up to which none is left out for that."""
 
+HELD, NEARER, BUDGETS_IN_FLIGHT = (0.97, 0.8, 0.6, 0.4, 0.2, 0.1), (0.1, 0.05, 0.025), 4
+"""Where several forwards are in flight: shares of the budget that these may keep for their backwards, how much nearer
+to the best of them others are tried, in turn, and budgets whose plans are looked for where none is asked for."""
+
 WORTH_MOVES = 1e-3
 """Share of the plain step that a plan which offloads has to add for moves to be tried."""
 
@@ -306,6 +312,8 @@ def _found_in_memory(graph: Graph, goal: Goal, effort: int) -> Plan:
 def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
     """Look for plans; what is found is known then."""
     graph = search.graph
+    if graph.in_flight > 1:
+        _look_in_flight(search, known, aim)
     if aim.budget is not None:
         search.fastest(aim.budget)
         if aim.best([*search.found, *known.plans]) is None and aim not in known.answered:
@@ -324,6 +332,53 @@ def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
     else:
         known.learn([search.least_peak, search_of(graph, nested=False).least_peak])
     known.learn(search.found)
+
+
+def _look_in_flight(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
+    """Look for plans where several forwards are in flight: for one forward's, within what all others leave it.
+
+    Of a plan that keeps so many bytes for the backward the others do, too, which leaves the rest of a budget to one.
+    """
+    graph, least = search.graph, search.least_peak
+    alone = search_of(replace(graph, in_flight=1), nested=search.nested).least_peak.decisions
+
+    def learn(decisions: Decisions) -> float:
+        """Remember plans; the seconds of the first, if it keeps the bound."""
+        found = []
+        for one in (decisions, inside_a_recomputation(graph, decisions)):
+            with suppress(PlanError):  # an operation would run twice that must not
+                found.append(weigh(search.costs, one))
+        known.learn(found)
+        return min((one.seconds for one in found if not aim.excess(one)), default=inf)
+
+    def seconds(budget: int, share: float) -> float:
+        """Those of the fastest plan found of which all forwards keep such a share of a budget."""
+        held = share * budget / graph.in_flight
+        of_one = search_of(_at_turn(graph, int(budget - graph.in_flight * held)), nested=search.nested)
+        best = None if is_late() else of_one.fastest(int(budget - (graph.in_flight - 1) * held))
+        return (
+            inf if best is None else learn(replace(best.decisions, segments=up_to(best.decisions.segments, len(graph))))
+        )
+
+    for decisions in (least.decisions, alone, Decisions((recomputed(0, len(graph)),))):
+        learn(decisions)
+    if aim.budget is None:
+        for budget in np.geomspace(least.peak_bytes, aim.plain_bytes, BUDGETS_IN_FLIGHT + 1)[:-1]:
+            for share in HELD:
+                seconds(int(budget), share)
+    else:
+        tried = {share: seconds(aim.budget, share) for share in HELD}
+        for nearer in NEARER:
+            best = min(tried, key=tried.__getitem__)
+            tried |= {one: seconds(aim.budget, one) for one in (best - nearer, best + nearer) if 0 < one < 1}
+
+
+def _at_turn(graph: Graph, size: int) -> Graph:
+    """The graph of one forward with so many more bytes once that is done, before its backward."""
+    value = len(graph.values)
+    turn = Operation("turn", "turn", writes=(value,), saves=(value,), backward_bytes=size, replayable=False)
+    operations, values = (*graph.operations, turn), (*graph.values, Value("turn", 0))
+    return replace(graph, operations=operations, values=values, outside=graph.outside + 1, in_flight=1, free=None)
 
 
 @dataclass
