@@ -33,12 +33,6 @@ def check_model(model: Any, may_lack_content: bool = False) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
-    for name, parameter in model.named_parameters():
-        if is_spread(parameter):
-            raise InputError(
-                f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: "
-                "optimize submodules without such parameters, one by one, and leave the others as they are"
-            )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
     if what_is_around() == MODE:

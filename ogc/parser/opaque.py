@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..torch_state.compare import same_bits
 from ..torch_state.forwards import is_compiled, only_collects, only_holds
 from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import hooks_of
+from ..torch_state.ranks import is_of_parallel
 from ..torch_state.reads.objects import attributes_of, changes
 from ..torch_state.settings import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
@@ -216,6 +217,11 @@ CHANCES = 16
 """Random states that an opaque module which decides by random numbers is tried from."""
 
 
+def _hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """All that are called with a module."""
+    return chain.from_iterable(table.values() for table in hooks_of(module))
+
+
 def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str | None:
     """Why an opaque module must not be recomputed, in words; None if two calls from one random state show none."""
     opaque, (module, given, _) = record.node.target, args
@@ -224,7 +230,7 @@ def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str
         return "runs collectives, which other ranks join once"
     if opaque.takes_no_hooks:
         return "differentiates by torch.func, and keeps what it saves for that"
-    if module is not None and hooked_modules(dict(module.named_modules())):
+    if module is not None and any(not is_of_parallel(hook) for one in module.modules() for hook in _hooks(one)):
         return "has hooks, which would be called again"
     if record.in_place:
         return "writes a buffer, or what it is given"

@@ -22,7 +22,8 @@ from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import schema_of
+from ..torch_state.private import is_wait, schema_of
+from ..torch_state.ranks import is_arrival
 from .arguments import Sample
 from .forward.contents import has_content
 from .forward.flat import FlatForward, edges, gradient_targets, nothing_saved, other_state, state_of
@@ -118,7 +119,7 @@ class _Log(OperatorMode):
 
     def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write a call down."""
-        if operator in ON_CONSTANTS or self.is_paused:
+        if operator in ON_CONSTANTS or self.is_paused or is_wait(operator):  # which eager does later
             return operator(*args, **kwargs)
         written = _written_over(operator)  # a result, too
         given = self._described((args, {key: kwargs[key] for key in kwargs if key not in written}), is_known=False)
@@ -200,11 +201,18 @@ class _Run:
 
     def _described(self, outputs: list[torch.Tensor], ends: list[torch.Tensor]) -> list[Any]:
         """The autograd graph behind the outputs, in an order that depends on it alone."""
-        numbers = {node: number for number, node in enumerate(self._nodes)}
+        nodes = [node for node in self._nodes if not is_arrival(node)]  # which calls of modules alone have
+        numbers = {node: number for number, node in enumerate(nodes)}
         known = {id(tensor): number for number, tensor in enumerate(ends)}
-        described: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
-        for node in self._nodes:
-            after = [None if other is None else (numbers[other], place) for other, place in edges(node)]
+
+        def place_of(node: Any, place: int) -> Any:
+            while is_arrival(node):
+                ((node, place),) = edges(node)
+            return None if node is None else (numbers[node], place)
+
+        described: list[Any] = [place_of(t.grad_fn, t.output_nr) for t in outputs]
+        for node in nodes:
+            after = [place_of(*edge) for edge in edges(node)]
             variable = getattr(node, "variable", None)
             target = input_started(node) if variable is None else known.get(id(variable))
             described.append((node.name(), after, target))

@@ -8,13 +8,16 @@ from zlib import crc32
 
 import torch
 
-from .private import sparse_parts
+from .private import inner_tensors, sparse_parts
+from .ranks import is_spread
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and content, if they have any, NaN being equal to NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta != b.is_meta:
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta != b.is_meta or is_spread(a) != is_spread(b):
         return False
+    if is_spread(a):  # the parts of other ranks are theirs to compare
+        return all(map(same_bits, inner_tensors(a).values(), inner_tensors(b).values()))
     if a.is_meta:
         return True
     if a.layout is not torch.strided or b.layout is not torch.strided:

@@ -80,7 +80,12 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a tensor of a class with operators of its own holds. Without it nested ones in opaque modules stay."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_wrapper(tensor):
         return {}
-    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: found for name, found in wrapped_by(tensor) if isinstance(found, torch.Tensor)}
+
+
+def wrapped_by(tensor: Any) -> Iterator[tuple[str, Any]]:
+    """What a tensor of such a class is made of: tensors, and of what not. Without it as without ``inner_tensors``."""
+    return ((name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def maker_of(tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
@@ -88,7 +93,8 @@ def maker_of(tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], tor
     wrapper: Any = tensor
     made: Any = partial(type(wrapper).__tensor_unflatten__, outer_size=wrapper.shape, outer_stride=wrapper.stride())
     context = wrapper.__tensor_flatten__()[1]
-    return lambda parts: made(dict(parts), context)
+    others = {name: found for name, found in wrapped_by(tensor) if not isinstance(found, torch.Tensor)}
+    return lambda parts: made({**others, **parts}, context)
 
 
 _dispatch: Any = torch.utils._python_dispatch
@@ -296,6 +302,23 @@ def finished_work() -> Any:
 ALONE, OPERATOR_NAMES = "TESTING_ONLY_GenericMode", _C._dispatch_get_all_op_names
 """A dispatch key without kernels that goes before all others, and the names of all operators. Without them no model
 with collectives can be planned."""
+FUNCTIONAL = "_c10d_functional"
+"""The namespace of collectives that give their results as tensors. Without it as without ``ALONE``."""
+nodes_of_function: Any = attrgetter("_backward_cls")
+"""The class of the nodes that a custom function makes. Without it no call with collectives is verified."""
+
+
+def is_wait(operator: Any) -> bool:
+    """Whether an operator waits for a collective. Without it as without ``nodes_of_function``."""
+    return torch.distributed.is_available() and operator is torch.ops._c10d_functional.wait_tensor.default
+
+
+def run_on_device(operator: Any, device: str, args: Any, kwargs: Any) -> Any:
+    """Run an operator by the kernel for a type of devices. Without it as without ``ALONE``."""
+    key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}[device]
+    return operator.redispatch(_C.DispatchKeySet(getattr(_C.DispatchKey, key)), *args, **kwargs)
+
+
 alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispatch_key(ALONE))
 """A context in which calls go to the kernels for ``ALONE``. Without it as without that."""
 

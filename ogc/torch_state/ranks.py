@@ -24,14 +24,17 @@ from ..process import OnThread
 from .forwards import only_holds
 from .private import (
     ALONE,
+    FUNCTIONAL,
     MEMBERS,
     OPERATOR_NAMES,
     alone_on_this_thread,
     finished_work,
     gathered_parameter,
     groups_of_shards,
+    nodes_of_function,
     parameters_of,
     pytree,
+    run_on_device,
     schema_of,
     store_of_all_ranks,
     submodules_of,
@@ -83,6 +86,11 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
+def is_arrival(node: Any) -> bool:
+    """Whether a node of autograd's graph is one that :func:`arrived` has put there."""
+    return isinstance(node, nodes_of_function(_Arrival))
+
+
 def told_of_collectives(told: Callable[[], object]) -> AbstractContextManager[None]:
     """``told()`` is called for each collective that is not run inside, on this thread."""
     return _told.set_to(told)
@@ -90,13 +98,26 @@ def told_of_collectives(told: Callable[[], object]) -> AbstractContextManager[No
 
 @cache
 def _install() -> tuple[torch.library.Library, ...]:
-    others, library = torch.library.Library("_", "IMPL"), torch.library.Library(OPERATORS, "IMPL")
+    others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, ALONE)
-    for name in OPERATOR_NAMES():
-        if name.startswith(f"{OPERATORS}::"):
-            operator = getattr(torch.ops.c10d, name.partition("::")[2]).default
-            library.impl(name.partition("::")[2], partial(_stand_in, schema_of(operator)), ALONE)
-    return others, library  # which take the kernels back when they are let go
+    libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in (OPERATORS, FUNCTIONAL)}
+    for space, name in (qualified.split("::") for qualified in OPERATOR_NAMES() if "." not in qualified):
+        if space in libraries and name not in LOCAL:
+            operator = getattr(getattr(torch.ops, space), name).default
+            stand_in = partial(_stand_in, schema_of(operator)) if space == OPERATORS else partial(_of_device, operator)
+            libraries[space].impl(name, stand_in, ALONE)
+    return others, *libraries.values()  # which take the kernels back when they are let go
+
+
+LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Functional operators that talk to no other rank."""
+
+
+def _of_device(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run such a collective by its device's kernel: behind a dispatch mode, what it calls would be no stand-in."""
+    first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(leaf))
+    with torch.no_grad():
+        return run_on_device(operator, first.device.type, args, kwargs)
 
 
 def _stand_in(schema: Any, *args: Any, **kwargs: Any) -> Any:
@@ -318,6 +339,11 @@ def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
                 copy = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
                 parameters_of(module)[name] = own.setdefault(parameter, copy)
     return list(own.values())
+
+
+def is_of_parallel(hook: Any) -> bool:
+    """Whether a hook is one by which ``parallelize_module`` spreads what a module is given, and brings it together."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
 
 
 # -- wrappers --------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ogc
 from ogc.torch_state.allocator import peak_bytes
@@ -429,53 +428,6 @@ def test_wrapped(ranks, how, orig):
 
 
 # -- Tensor parallel ---------------------------------------------------------------------------------------
-
-
-def in_parallel(model):
-    mesh = init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
-    return model
-
-
-def tensor_parallel(rank, how):
-    torch.manual_seed(0)
-    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
-    other, x = copy.deepcopy(plain), batch(0, 0, 32, WIDTH)
-    in_parallel(plain)
-    with Told() as told:
-        if how == "before":
-            other = in_parallel(ogc.optimize(other, x, memory_budget="least"))
-        elif how == "units before":
-            for number, block in enumerate(other.blocks):
-                other.blocks[number] = ogc.optimize(block, x, memory_budget="least")
-            in_parallel(other)
-        else:
-            in_parallel(other)
-            with pytest.raises(ogc.InputError, match=r"blocks\.0\.wide\.weight is a DTensor"):
-                ogc.optimize(other, x, memory_budget="least")
-            other.head = ogc.optimize(other.head, x, memory_budget="least")  # which holds no part of anything
-        runs = []
-        for one in (plain, other):
-            torch.manual_seed(3)
-            seen, optimizer = [], torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
-            for step in range(3):
-                optimizer.zero_grad()
-                loss = one(batch(0, step, 32, WIDTH)).square().mean()
-                loss.backward()
-                optimizer.step()
-                tensors = [t for p in one.parameters() for t in (p, p.grad)]
-                seen += [loss.detach(), *(whole(t).detach().clone() for t in tensors)]
-            runs.append(seen)
-    assert_same(*runs)
-    return told.lines
-
-
-@pytest.mark.parametrize("how", ["before", "units before", "after"])
-def test_tensor_parallel(ranks, how):
-    """A model that was optimized before runs plain, and says so; afterwards there is an error before any training."""
-    lines = ranks.run(tensor_parallel, how)[0]
-    assert how == "after" or any("runs the plain model" in line for line in lines)
 
 
 def with_tensors_of_all_ranks(rank):

@@ -655,6 +655,11 @@ CHECKS = {
         torch._C._parse_dispatch_key(name)
     ),
     "alone_on_this_thread": goes_before_others,
+    "FUNCTIONAL": lambda name: callable(getattr(torch.ops, name).all_reduce),
+    "nodes_of_function": lambda of: isinstance(Doubled.apply(X.clone().requires_grad_()).grad_fn, of(Doubled)),
+    "is_wait": lambda is_wait: is_wait(torch.ops._c10d_functional.wait_tensor.default) and not is_wait(aten.add.Tensor),
+    "wrapped_by": lambda wrapped: "_values" in dict(wrapped(torch.nested.nested_tensor([X], layout=torch.jagged))),
+    "run_on_device": lambda run: torch.equal(run(aten.neg.default, "cpu", (X,), {}), -X),
     "OPERATOR_NAMES": lambda names: "aten::relu" in names(),
     "store_of_all_ranks": has_store,
     "share_shards": shares_shards,

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...program.tensors import ByStorage, Layout, contents, made_copies
 from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import cut_history, members_put_back
-from ...torch_state.private import pytree, storage_id, untraced
+from ...torch_state.private import inner_tensors, maker_of, pytree, storage_id, untraced
 from ...torch_state.ranks import are_several, own_parameters
 from ...torch_state.settings import cuda_devices
 from ..forward.flat import gradient_targets, saved_until_done
@@ -209,7 +210,7 @@ class CallOfOpaque(Call):
         state = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         known = {storage_id(t) for t in (*self.inputs, *state) if storage_of(t) is not None}
         made = [t for t in saved if storage_of(t) is not None and storage_id(t) not in known]
-        return [fingerprint(t) for t in (*made, *self.results)]
+        return [fingerprint(t) for t in (*made, *chain.from_iterable(map(contents, self.results)))]
 
     def asks(self, tensor: torch.Tensor) -> bool:
         here = {storage_id(t) for t in contents(tensor) if storage_of(t) is not None}
@@ -235,21 +236,30 @@ class _Seed(torch.autograd.Function):
         ctx: Any, call: Call, layouts: Layouts | None, numbers: list[int], are_held: bool, *ends: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.layouts, ctx.numbers, ctx.are_held = call, layouts, numbers, are_held
-        ctx.like = [(tuple(t.shape), t.dtype, t.device) for t in ends]
+        ctx.like = list(map(_ones_like, ends))
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         call, layouts = ctx.call, ctx.layouts
-        made = [
-            torch.ones(shape, dtype=dtype, device=device) if layouts is None else layouts[n].zeros(dtype, device)
-            for n, (shape, dtype, device) in zip(ctx.numbers, ctx.like, strict=True)
-        ]
-        call.seeds = ByStorage({t.untyped_storage(): n for n, t in zip(ctx.numbers, made, strict=True)})
-        call.seed_bytes = storage_bytes(made)
+        made = [like(None if layouts is None else layouts[n]) for n, like in zip(ctx.numbers, ctx.like, strict=True)]
+        seeds = [(n, inner) for n, t in zip(ctx.numbers, made, strict=True) for inner in contents(t)]
+        call.seeds = ByStorage({inner.untyped_storage(): n for n, inner in seeds})
+        call.seed_bytes = storage_bytes(inner for _, inner in seeds)
         call.root_bytes = gradient.nbytes if made[0].device == gradient.device else 0
         call.held += made if ctx.are_held else []
         return None, None, None, None, *made
+
+
+def _ones_like(tensor: torch.Tensor) -> Callable[[Layout | None], torch.Tensor]:
+    """Makes a gradient for a tensor, which is not held; without a layout of its own one of the usual layout."""
+    shape, dtype, device = tuple(tensor.shape), tensor.dtype, tensor.device
+    if parts := {name: _ones_like(part) for name, part in inner_tensors(tensor).items()}:
+        make = maker_of(tensor.detach())
+        return lambda layout: make({name: like(None) for name, like in parts.items()})
+    return lambda layout: (
+        torch.ones(shape, dtype=dtype, device=device) if layout is None else layout.zeros(dtype, device)
+    )
 
 
 def leaf_nodes(root: torch.Tensor) -> set[Any]:
