@@ -19,7 +19,7 @@ from ..graph import Graph, Operation, Value
 from ..operators.gpus import gpu_of
 from ..parser.weigh.meter import Rates, rates_of
 from ..torch_state.compilers import prims
-from ..torch_state.private import FUNCTIONAL, OpOverload, schema_of
+from ..torch_state.private import DIFFERENTIABLE, FUNCTIONAL, OpOverload, schema_of
 from .kernels import (
     RANDOM,
     Kernel,
@@ -46,7 +46,7 @@ without it took 1.6e-10."""
 FEW = 2
 """Operations that read a value beside each other, as those of one layer do; what more read is of the whole model."""
 
-COLLECTIVES = frozenset({FUNCTIONAL, f"{FUNCTIONAL}_autograd", "_dtensor"})
+COLLECTIVES = frozenset({FUNCTIONAL, DIFFERENTIABLE, "_dtensor"})
 """Where operators live that other ranks take part in."""
 
 

@@ -302,8 +302,8 @@ def finished_work() -> Any:
 ALONE, OPERATOR_NAMES = "TESTING_ONLY_GenericMode", _C._dispatch_get_all_op_names
 """A dispatch key without kernels that goes before all others, and the names of all operators. Without them no model
 with collectives can be planned."""
-FUNCTIONAL = "_c10d_functional"
-"""The namespace of collectives that give their results as tensors. Without it as without ``ALONE``."""
+FUNCTIONAL, DIFFERENTIABLE = "_c10d_functional", "_c10d_functional_autograd"
+"""The namespaces of collectives that give their results as tensors. Without it as without ``ALONE``."""
 nodes_of_function: Any = attrgetter("_backward_cls")
 """The class of the nodes that a custom function makes. Without it no call with collectives is verified."""
 

@@ -656,6 +656,7 @@ CHECKS = {
     ),
     "alone_on_this_thread": goes_before_others,
     "FUNCTIONAL": lambda name: callable(getattr(torch.ops, name).all_reduce),
+    "DIFFERENTIABLE": lambda name: callable(getattr(torch.ops, name).reduce_scatter_tensor),
     "nodes_of_function": lambda of: isinstance(Doubled.apply(X.clone().requires_grad_()).grad_fn, of(Doubled)),
     "is_wait": lambda is_wait: is_wait(torch.ops._c10d_functional.wait_tensor.default) and not is_wait(aten.add.Tensor),
     "wrapped_by": lambda wrapped: "_values" in dict(wrapped(torch.nested.nested_tensor([X], layout=torch.jagged))),
