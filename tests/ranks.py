@@ -1,4 +1,4 @@
-"""Two processes that talk over gloo, for tests of many devices. One that does not answer in time is a failure."""
+"""Processes that talk over gloo, for tests of many devices. One that does not answer in time is a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RANKS, SECONDS = 2, 60
 class Ranks:
     """Processes that stay from test to test; a test that fails in one, or hangs, ends them all."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = RANKS, seconds: float = SECONDS) -> None:
+        self.count, self.seconds = count, seconds
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
 
@@ -34,7 +35,7 @@ class Ranks:
             self._start()
         for pipe in self.pipes:
             pipe.send((function, args))
-        answers, end = [], time.monotonic() + SECONDS
+        answers, end = [], time.monotonic() + self.seconds
         for rank, pipe in enumerate(self.pipes):
             try:
                 has_answered = pipe.poll(max(0.0, end - time.monotonic()))
@@ -51,9 +52,11 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         folder = tempfile.mkdtemp()
-        for rank in range(RANKS):
+        for rank in range(self.count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, os.path.join(folder, "meeting"), theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.count, os.path.join(folder, "meeting"), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -67,7 +70,7 @@ class Ranks:
         self.processes, self.pipes = [], []
 
 
-def _serve(rank: int, meeting: str, pipe: Any) -> None:
+def _serve(rank: int, count: int, meeting: str, pipe: Any) -> None:
     from ogc.parser import arguments
 
     torch.set_num_threads(1)
@@ -75,7 +78,7 @@ def _serve(rank: int, meeting: str, pipe: Any) -> None:
     warnings.simplefilter("error")
     for what in ("`broadcast_buffers`", ".*torch.distributed", "`torch.distributed"):
         warnings.filterwarnings("ignore", what, FutureWarning)  # of names that another release of torch lacks
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
     while True:
         try:
             function, args = pipe.recv()

@@ -43,7 +43,7 @@ from .private import (
 OPERATORS = "c10d"
 """The namespace of the operators that all collectives come to."""
 
-_told: OnThread[Callable[[], object] | None] = OnThread(None)
+_told: OnThread[Callable[[bool], object] | None] = OnThread(None)
 
 
 def are_several() -> bool:
@@ -91,8 +91,11 @@ def is_arrival(node: Any) -> bool:
     return isinstance(node, nodes_of_function(_Arrival))
 
 
-def told_of_collectives(told: Callable[[], object]) -> AbstractContextManager[None]:
-    """``told()`` is called for each collective that is not run inside, on this thread."""
+def told_of_collectives(told: Callable[[bool], object]) -> AbstractContextManager[None]:
+    """``told(exchanges_numbers)`` is called for each collective that is not run inside, on this thread.
+
+    It says whether that exchanges whole numbers, each rank others with each, such as how many rows follow.
+    """
     return _told.set_to(told)
 
 
@@ -122,25 +125,24 @@ def _of_device(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _stand_in(schema: Any, *args: Any, **kwargs: Any) -> Any:
     """What a collective, which writes into what it is given, leaves and returns."""
+    is_exchange = "alltoall" in schema.name and any(map(_is_whole, pytree.tree_leaves(args[0])))
     if _told.value is not None:
-        _told.value()
+        _told.value(is_exchange)
     outputs, second = args[0], schema.arguments[1].name if len(schema.arguments) > 1 else ""
     with torch.no_grad():
         if second.startswith("input"):
             _fill(outputs, args[1])
-            if "alltoall" in schema.name:
-                _count_more(outputs)
+            if is_exchange:  # other ranks send more rows: what depends on their counts is seen by its size
+                for tensor in filter(_is_whole, pytree.tree_leaves(outputs)):
+                    tensor += 1
         elif "recv" in schema.name:
             _fill(outputs, ())
     found = tuple(finished_work() if "Work" in str(result.type) else outputs for result in schema.returns)
     return found[0] if len(found) == 1 else found or None
 
 
-def _count_more(outputs: Any) -> None:
-    """Other ranks send more rows: what depends on their counts is seen by its size."""
-    for tensor in pytree.tree_leaves(outputs):
-        if torch.is_tensor(tensor) and not tensor.is_floating_point() and not tensor.is_complex():
-            tensor += 1
+def _is_whole(value: Any) -> bool:
+    return torch.is_tensor(value) and not (value.is_floating_point() or value.is_complex())
 
 
 def _fill(made: Any, given: Any) -> None:

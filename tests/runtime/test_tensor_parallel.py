@@ -142,7 +142,7 @@ def compared(rank, kind, how, goal):
 )
 def test_parallel_layers(ranks, kind, how):
     for most, peak, promised, lines in ranks.run(compared, kind, how, {"memory_budget": "least"}):
-        assert peak < (0.9 if kind == "sequence" else 0.5) * most, (peak, most, lines)
+        assert peak < (0.95 if kind == "sequence" else 0.5) * most, (peak, most, lines)  # or a message is on its way
         if promised:
             assert promised == pytest.approx(peak, rel=0.05)
 

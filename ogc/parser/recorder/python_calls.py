@@ -259,12 +259,9 @@ class PythonCalls:
             leaky[name] = "returns a number read out of a tensor"
         elif decides and any(view is not None for view in opaque.returned.views) and "." in name:
             leaky[name] = "returns its own input, as the data will have it"
-        elif (
-            decides
-            and opaque.talks
-            and not {opaque.returned.tensors[n].shape for n in opaque.new}
-            <= {spec.shape for spec in opaque.inputs.tensors}
-        ):  # what stands in for collectives gives other counts than it is given
+        elif name in self.recorder.counting_rows and not {opaque.returned.tensors[n].shape for n in opaque.new} <= {
+            spec.shape for spec in opaque.inputs.tensors
+        }:  # what stands in for collectives gives other counts than it is given
             leaky[name] = "returns tensors of sizes that data of other ranks may decide"
 
     # -- methods of tensors --------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ class Recorder:
         self.leaky: dict[str, str] = {}  # opaque module -> what it does that it must not
         self.counting: set[str] = set()  # opaque modules that read numbers out of tensors
         self.talking: set[str] = set()  # opaque modules that run collectives
+        self.counting_rows: set[str] = set()  # those that exchange whole numbers, such as how many rows follow
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         # Where the forward is.
         self.scopes = Scopes()
@@ -119,10 +120,11 @@ class Recorder:
         """Note what the running module, or the named one, does that no program can hold."""
         self.opaque.setdefault(self.scopes.current if module is None else module, why)
 
-    def note_collective(self) -> None:
+    def note_collective(self, exchanges_numbers: bool) -> None:
         """Note that ranks talk to one another, which they do once in each step."""
         if self.within is not None:
             self.talking.add(self.within)
+            self.counting_rows.update([self.within] * exchanges_numbers)
         else:
             self.refuse(f"runs a collective at {user_line()}")
 
