@@ -80,7 +80,7 @@ def inserted(text: str, *tables: str) -> str:
     return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
 
 
-NEW = ("How good plans are", "Equal layers")
+NEW = ("How good plans are", "Equal layers", "Time: promised and paid")
 BEFORE = f"Made before plans were improved by local search: all but *{'*, *'.join(NEW)}*."
 """What is not yet made again by the search of today, which needs no more memory or time."""
 
@@ -265,8 +265,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Time: promised and paid",
         "time/cpu*.json",
-        "What plans promise and a step pays, as shares of the plain step: CPU seconds, all ways in turn, the median of "
-        "the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
+        "Shares of the plain step: CPU seconds, all ways in turn, the median of ratios within a round. *Blocks* and "
+        "*selective*: torch's checkpoints on every block.",
         summaries.timing,
     ),
     (

@@ -176,12 +176,12 @@ def test_many_devices():
 # -- promised and paid --------------------------------------------------------------------------------------------
 
 MISSED = {
-    "cpu": {TINY, "gpt2_small", "resnext50_32x4d", "shufflenet_v2_x1_0"},
+    "cpu": {TINY, "lstm"},
     "cuda": {"swin_t", "llama", "regnet_y_400mf", "mobilenet_v3_large"},
 }
-"""Where a promise is further off than it may be. Of the tiny network, what Python finds in the caches decides. The
-others on a CPU were timed on a virtual machine on which two plain steps are up to 3.0 points apart; on the GPU the
-middle half of their plans' rounds is up to 23 points wide."""
+"""Where a promise is further off than it may be. Of the tiny network, what Python finds in the caches decides, as its
+operations are timed with emptied ones; an LSTM's backward is one operation, which finds others there, too. On the GPU
+the middle half of their plans' rounds is up to 23 points wide."""
 
 
 @pytest.mark.parametrize(("device", "networks"), [("cpu", len(TIME.sizes)), ("cuda", 15)])

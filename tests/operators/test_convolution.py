@@ -33,6 +33,15 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(convolution, "PART_BYTES", (1 << 19) // torch.get_num_threads())
 
 
+@pytest.mark.parametrize("size", [3, 4, 6, 7, 9])
+def test_one_small_image_takes_what_is_estimated(size):
+    """Whether the weights of many channels are copied depends on how many pixels there are."""
+    model, x = nn.Conv2d(512, 512, 3, padding=1, bias=False), torch.randn(1, 512, size, size, requires_grad=True)
+    model.weight.grad, x.grad = torch.zeros_like(model.weight), torch.zeros_like(x)
+    plan = ogc.solve(ogc.parse(model, x, loss=torch.sum), solver="none")
+    assert peak_bytes(lambda: model(x).sum().backward(), "cpu") == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
