@@ -79,7 +79,9 @@ def optimize_units(model: torch.nn.Module, sample_input: Any, options: PlanOptio
                 f"a budget in bytes is one for all units, and they cannot be planned together: {error}; give a share, "
                 "such as memory_budget=0.4, or max_overhead"
             ) from error
-        log.info("each unit is planned by itself: %s", error)
+        log.warning(
+            "the goal holds for each unit of the sharded model by itself, as they cannot be planned together: %s", error
+        )
         plan = None
     parts = Parts([], late, LatePlanner(options, examples))
     names = {id(module): name for name, module in late.items()}
