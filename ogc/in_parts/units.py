@@ -20,7 +20,14 @@ from ..planning import PlanOptions
 from ..program.program import device_of_model
 from ..torch_state.forwards import is_compiled, original_class
 from ..torch_state.private import CALL, HOOKS
-from ..torch_state.ranks import before_sharding, gathered_by, has_wrappers, is_of_sharding, planned_apart
+from ..torch_state.ranks import (
+    before_sharding,
+    bytes_of_sharding,
+    gathered_by,
+    has_wrappers,
+    is_of_sharding,
+    planned_apart,
+)
 from .find import Part
 from .joined import BACK, REGION_BACK, Joined, Key, PartCost, usual_events
 from .late import LatePlanner, Share
@@ -179,15 +186,11 @@ def _own(attributes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def beside_units(model: torch.nn.Module) -> Callable[[Key], int]:
-    """The most bytes of parameters and their gradients that sharding has during an event of a step.
-
-    In the forward that is a unit, and the memory that it was gathered in, which is let go of when the next one is
-    there; in the backward a unit and its gradients, the next one that is gathered, and gradients that are reduced.
-    """
+    """The most bytes of parameters and their gradients that sharding has during an event of a step."""
     found = list(gathered_by(model))
     kept = sum(one.bytes for one in found if one.is_kept)
     waiting = sum(one.bytes for one in found if one.is_around)
     unit = max((one.bytes for one in found if not one.is_kept), default=0)
     reduced = max((one.reduced_bytes for one in found if not one.is_around), default=0)
-    forward, backward = kept + 2 * unit, kept + waiting + 3 * unit + reduced
+    forward, backward = bytes_of_sharding(unit, reduced, kept, waiting)
     return lambda key: backward if key[0] in (BACK, REGION_BACK) else forward

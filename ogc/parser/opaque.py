@@ -162,12 +162,12 @@ def names_in(
     Raises:
         InputError: a name or type is none of the model's.
     """
-    chosen = modules if repeatable is True else _named(modules, repeatable or (), "recompute_opaque")
-    return set(_named(modules, asked_for, "opaque_modules")), set(chosen)
+    chosen = modules if repeatable is True else modules_named(modules, repeatable or (), "recompute_opaque")
+    return set(modules_named(modules, asked_for, "opaque_modules")), set(chosen)
 
 
-def _named(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
-    """The names of the modules that are meant."""
+def modules_named(modules: Mapping[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
+    """The names of the modules that an argument means. InputError: the model has none such."""
     if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
         raise InputError(f"{argument} must be a list of module names and types, not {asked_for!r}")
     resolved: list[str] = []

@@ -12,6 +12,7 @@ import torch
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..parser import Loss
+from ..parser.opaque import NamesAndTypes
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..process import collecting_new_only
@@ -71,6 +72,8 @@ def largest_batch(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
     gradients: str = "none",
+    shards: int = 1,
+    units: NamesAndTypes = (),
     **parsing: Any,
 ) -> LargestBatch:
     """The largest batch, or length of a sequence, whose training step fits on a device.
@@ -82,7 +85,7 @@ def largest_batch(
         model: the module to train.
         make_sample: ``make_sample(n)`` returns a sample input of size n: a batch of n, or a sequence of that length.
         device_memory: bytes of the device, or a text such as ``"24GB"``.
-        optimizer, device, ddp, gradients: as for :func:`ogc.estimate`.
+        optimizer, device, ddp, gradients, shards, units: as for :func:`ogc.estimate`.
         loss: as for :func:`ogc.optimize`, where it takes outputs of any size.
         make_loss: or ``make_loss(n)`` returns the loss for size n.
         max_overhead: the share of a plain step's time that a plan may add; without it any.
@@ -105,6 +108,8 @@ def largest_batch(
         device=device,
         ddp=ddp,
         gradients=gradients,
+        shards=shards,
+        units=units,
         **parsing,
     )
     return found
@@ -124,14 +129,16 @@ def largest_batches(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
     gradients: str = "none",
+    shards: int = 1,
+    units: NamesAndTypes = (),
     **parsing: Any,
 ) -> tuple[LargestBatch, ...]:
     """What :func:`largest_batch` gives for each of several overheads, with what they share found once.
 
     Args:
         max_overheads: in any order; None for one without a limit.
-        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, gradients, parsing: as for
-            :func:`largest_batch`.
+        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, gradients, shards, units,
+            parsing: as for :func:`largest_batch`.
 
     Raises:
         InputError, SolveError: as :func:`largest_batch` does, for any of them.
@@ -144,7 +151,7 @@ def largest_batches(
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
         Goal(max_overhead=max_overhead)
-    needs = fixed_needs(model, make_sample(step), optimizer, device, ddp, gradients)
+    needs = fixed_needs(model, make_sample(step), optimizer, device, ddp, gradients, shards, units)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}
     parsing = {"device": device, "gradients": needs.when, **parsing}

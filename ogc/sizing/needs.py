@@ -16,6 +16,7 @@ from ..errors import InputError, SolveError
 from ..graph import MIB, Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
+from ..parser.opaque import NamesAndTypes
 from ..plan import Plan
 from ..plan.plan import plain_plan
 from ..program.program import (
@@ -33,6 +34,7 @@ from ..solver.goal import LEAST, memory_bytes
 from .allocator import AllocatorSettings, DeviceFullError
 from .optimizers import alone_bytes, optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
+from .sharded import sharded
 
 CACHING = {"cuda"}
 """Types of devices whose memory PyTorch's caching allocator hands out."""
@@ -40,7 +42,7 @@ CACHING = {"cuda"}
 ROOMY = "on a device with more room than the step needs, and beside the context"
 
 KINDS = (
-    *("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs"),
+    *("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs", "gathered"),
     *("context", "cublas", "cudnn", "ddp_buckets"),
 )
 
@@ -98,6 +100,7 @@ class Estimate:
         context, cublas, cudnn: allowances for what CUDA and its libraries take.
         ddp_buckets: what DistributedDataParallel gathers gradients in.
         autocast: weights that autocast keeps in other types; they are among the activations.
+        gathered: parameters and gradients of a unit, and of what is around all, that a sharded model gathers.
         tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
         plain: the peak of activations and their gradients in the plain model, with parameters' gradients that are not
             there throughout; None where it was not asked for.
@@ -117,6 +120,7 @@ class Estimate:
     device: str
     ddp_buckets: int = 0
     autocast: int = 0
+    gathered: int = 0
     first_step: int = 0
     when: Gradients = "kept"
     tensors: tuple[int, ...] = field(default=(), repr=False)
@@ -131,7 +135,7 @@ class Estimate:
     @property
     def fixed(self) -> int:
         """Bytes that no plan changes, and that are there while activations are."""
-        held = self.parameters + self.buffers + self.optimizer + self.inputs + self.ddp_buckets
+        held = self.parameters + self.buffers + self.optimizer + self.inputs + self.ddp_buckets + self.gathered
         return held + self.context + self.workspaces + (self.gradients if self.when == "kept" else 0)
 
     def with_activations(self, peak_bytes: int, left_bytes: int | None = None, is_first: bool | None = None) -> int:
@@ -219,6 +223,8 @@ def estimate(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
     gradients: str = "none",
+    shards: int = 1,
+    units: NamesAndTypes = (),
     **parsing: Any,
 ) -> Estimate:
     """What a training step needs: nothing is trained, and the forward runs with the memory of inference.
@@ -233,6 +239,9 @@ def estimate(
             backward makes them one by one. ``"kept"`` if they are there in the forward too, with
             ``zero_grad(set_to_none=False)`` or where steps accumulate them. ``"freed"`` if the backward steps the
             optimizer, for each parameter by a hook that then sets its gradient to None.
+        shards: over so many ranks ``fully_shard`` is to spread the model, none of which has to be here. Parameters,
+            gradients and the optimizer's state are then one rank's part, all the time, and what is gathered counts.
+        units: names and types of the submodules that it is applied to, beside the model itself.
         parsing: further arguments of :func:`ogc.parse`.
 
     Returns:
@@ -241,7 +250,7 @@ def estimate(
     Raises:
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
-    needs = fixed_needs(model, sample_input, optimizer, device, ddp, gradients)
+    needs = fixed_needs(model, sample_input, optimizer, device, ddp, gradients, shards, units)
     graph = parse(model, sample_input, loss=loss, device=device, gradients=needs.when, **parsing)
     least = solve(graph, memory_budget=LEAST)
     autocast = autocast_bytes(least.graph) if least.graph is not None else 0
@@ -255,6 +264,8 @@ def fixed_needs(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
     gradients: str = "none",
+    shards: int = 1,
+    units: NamesAndTypes = (),
 ) -> Estimate:
     """What a step needs beside activations; raises InputError where an argument is of the wrong kind."""
     if gradients not in ("none", "kept", "freed"):
@@ -263,7 +274,10 @@ def fixed_needs(
         raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
     check_model(model, may_lack_content=device is not None)  # what parses it says for which devices
     tensors = InputSpec.of(*call_arguments(sample_input))[1]
-    target = device_of_model(model, tensors) if device is None else device_of(device)
+    target, gathered = device_of_model(model, tensors) if device is None else device_of(device), 0
+    if shards != 1 or units:
+        one = sharded(model, shards, units, optimizer, gradients)
+        model, gathered, gradients = one.model, one.gathered, "kept"
     found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
     sizes, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
     if ddp == "views":
@@ -289,8 +303,9 @@ def fixed_needs(
         cublas=sum(libraries),
         cudnn=cudnn,
         ddp_buckets=0 if ddp == "views" else sum(buckets),
+        gathered=gathered,
         device=target.type,
-        tensors=(*held[0], *held[1], *libraries, cudnn, *apart, *buckets, *found.tensors),
+        tensors=(*held[0], *held[1], *libraries, cudnn, *apart, *buckets, *found.tensors, *[gathered] * (gathered > 0)),
     )
 
 

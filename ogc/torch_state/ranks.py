@@ -240,6 +240,20 @@ class Gathered:
     shards: Mapping[int, torch.Tensor]
 
 
+def bytes_of_sharding(unit: int, reduced: int, kept: int, waiting: int) -> tuple[int, int]:
+    """The most bytes of parameters and their gradients that are gathered at once, in the forward and in the backward.
+
+    In the forward that is a unit, and the memory that it was gathered in, which is let go of when the next one is
+    there; in the backward a unit and its gradients, the next one that is gathered, and gradients that are reduced.
+
+    Args:
+        unit, reduced: bytes of the largest unit, and of its gradients as they are reduced.
+        kept: of parameters that stay gathered.
+        waiting: of gradients that wait for those of all units.
+    """
+    return kept + 2 * unit, kept + waiting + 3 * unit + reduced
+
+
 def gathered_by(model: torch.nn.Module) -> Iterator[Gathered]:
     """What the units of a model gather."""
     for module in filter(is_unit, model.modules()):
