@@ -78,6 +78,8 @@ def pipeline(rank, kind, goal):
     "kind", ["Schedule1F1B", *(pytest.param(one, marks=pytest.mark.full) for one in SCHEDULES if one != "Schedule1F1B")]
 )
 def test_every_schedule(ranks, kind):
+    if kind == "ScheduleZBVZeroBubble" and torch.__version__ < "2.12":
+        pytest.skip("plain stages of this schedule lose their connection over gloo with torch 2.11")
     plain, ours = (ranks.run(pipeline, kind, goal) for goal in (None, {"memory_budget": "least"}))
     for rank, (expected, most, flights, *_), (seen, peak, _, promised, planned) in zip(
         (0, 1), plain, ours, strict=True
