@@ -191,8 +191,7 @@ def optimize(
             "chunks=": chunks > 1, "compile=": backend is not None, "keep=, recompute= and once=": bool(said),
             "solver=": solver != "optimal",
         }  # fmt: skip
-        if named := [name for name, is_given in others.items() if is_given]:
-            raise InputError(f"offload= does not go with {', '.join(named)}; leave one of them out")
+        _refuse_beside("offload=", others)
         if device is None and not (solving.goal.is_bounded and max_overhead is None):
             raise InputError("offload= is for a budget: give memory_budget= in bytes or as a share, or device_memory=")
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
@@ -202,8 +201,7 @@ def optimize(
             "chunks=": chunks > 1, "compile=": backend is not None, "device_memory=": device is not None,
             "offload=": offloading is not None,
         }  # fmt: skip
-        if named := [name for name, is_given in others.items() if is_given]:
-            raise InputError(f"in_flight= does not go with {', '.join(named)}; leave one of them out")
+        _refuse_beside("in_flight=", others)
     options = PlanOptions(parsing, solving, store, planning_seconds, offloading, in_flight)
     planning = Planning(options, chunks, Given(saved), backend, device, verify)
     return planning.result(model, sample_input, plain)
@@ -245,6 +243,12 @@ def _takes_two(loss: Callable[..., torch.Tensor]) -> bool:
     except ValueError:  # it does not tell
         pass
     return False
+
+
+def _refuse_beside(option: str, others: dict[str, bool]) -> None:
+    """Raise InputError if some of the options that do not go with this one are given."""
+    if named := [name for name, is_given in others.items() if is_given]:
+        raise InputError(f"{option} does not go with {', '.join(named)}; leave one of them out")
 
 
 def _check_chunks(chunks: int, solver: str, verify: bool) -> None:

@@ -24,8 +24,8 @@ from ..torch_state.ranks import (
     before_sharding,
     bytes_of_sharding,
     gathered_by,
-    has_wrappers,
     is_of_sharding,
+    is_wrapper,
     planned_apart,
 )
 from .find import Part
@@ -45,7 +45,7 @@ SHARDED = "is sharded; its units are planned with their first calls"
 
 def check_goal_of_units(model: torch.nn.Module, options: PlanOptions, chunks: int) -> None:
     """Raise InputError if the goal can only be met for the model as a whole."""
-    if options.goal.is_in_bytes and has_wrappers(model):
+    if options.goal.is_in_bytes and any(map(is_wrapper, model.modules())):
         raise InputError(
             "the model is in FullyShardedDataParallel, and its units are planned one by one: a budget in bytes is for "
             "all of them; shard it by fully_shard, or give a share, such as memory_budget=0.4, or max_overhead"
@@ -59,7 +59,7 @@ def optimize_units(model: torch.nn.Module, sample_input: Any, options: PlanOptio
 
     Args:
         model: some submodules of it are units of ``fully_shard``.
-        sample_input: of a call of it; None if there is none.
+        sample_input: of a call of it.
         options: the goal is one of all units. Where the model cannot be planned without its shards, a share, of bytes
             or of time, holds for each unit by itself.
 

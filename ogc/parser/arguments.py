@@ -12,7 +12,7 @@ from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
 from ..program.tensors import copies
 from ..torch_state.forwards import MODE, is_compiled, what_is_around
-from ..torch_state.ranks import is_spread
+from ..torch_state.ranks import gathered_by, is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
 
 
@@ -33,6 +33,12 @@ def check_model(model: Any, may_lack_content: bool = False) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    sharded = {key for one in gathered_by(model) for key in one.dtypes}
+    if name := next((name for name, parameter in model.named_parameters() if id(parameter) in sharded), None):
+        raise InputError(
+            f"parameter {name} is sharded, and is whole only while its unit of fully_shard runs: ogc.optimize(model) "
+            "plans units then. Parse and estimate the model before fully_shard: ogc.estimate(model, sample, shards=)"
+        )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
     if what_is_around() == MODE:

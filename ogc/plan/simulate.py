@@ -8,7 +8,7 @@ tensors, temporaries of each operation, outputs, and the gradients alive during 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from ..graph import Graph
@@ -126,6 +126,8 @@ def replay(memory: AnyMemory) -> AnyMemory:
     """Carry out all steps, beside those of other forwards whose backwards are still to come."""
     for number, step in enumerate(memory.schedule.steps):
         memory.take(number, step)
+        if number == len(memory.graph) - 1:
+            memory.held_bytes = memory.live_bytes + memory.internal_bytes
     memory.beside_others()
     return memory
 
@@ -157,8 +159,6 @@ class Memory:
         for v in self.returning.get(number, ()):
             self._add((FORWARD, v))
         (self._backward if step.is_backward else self._forward)(number, step)
-        if number == len(self.graph) - 1:
-            self.held_bytes = self.live_bytes + self.internal_bytes
 
     def beside_others(self) -> None:
         """Count what other forwards hold that are in flight."""
@@ -282,6 +282,11 @@ class _Trace(Memory):
         super().take(number, step)
         if self.schedule.keepers[step.operation] != FORWARD:
             self.recomputed_bytes += self.internal_bytes - before
+
+    def beside_others(self) -> None:
+        super().beside_others()
+        moments = zip(self.moments, self.timeline, strict=True)
+        self.moments = [replace(m, event=e, saved=m.saved + e.bytes - m.event.bytes) for m, e in moments]
 
     def _count(self, copy: tuple[int, int], change: int) -> None:
         super()._count(copy, change)

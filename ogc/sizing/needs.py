@@ -31,6 +31,7 @@ from ..program.program import (
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.goal import LEAST, memory_bytes
+from ..torch_state.ranks import own_part
 from .allocator import AllocatorSettings, DeviceFullError
 from .optimizers import alone_bytes, optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
@@ -279,7 +280,7 @@ def fixed_needs(
         one = sharded(model, shards, units, optimizer, gradients)
         model, gathered, gradients = one.model, one.gathered, "kept"
     found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
-    sizes, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
+    sizes, buckets = [own_part(p).nbytes for p in trained], bucket_bytes(trained) if ddp else ()
     if ddp == "views":
         gradients = "kept"  # buckets are there throughout, and gradients are parts of them
     when: Gradients = "none" if gradients == "none" else "kept"
@@ -288,7 +289,7 @@ def fixed_needs(
         when = alone_bytes(model, optimizer, target)
         working = max(when.values(), default=0)
     libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
-    held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
+    held = each_storage_bytes(map(own_part, model.parameters())), each_storage_bytes(model.buffers())
     apart = sizes if when == "kept" and ddp != "views" else ()  # else they are parts of buckets
     return Estimate(
         parameters=sum(held[0]),
@@ -343,7 +344,7 @@ def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[int]:
     closed: set[torch.dtype] = set()
     for parameter in reversed(parameters):
         kind = parameter.dtype
-        filled[kind] = filled.get(kind, 0) + parameter.numel() * parameter.element_size()
+        filled[kind] = filled.get(kind, 0) + own_part(parameter).nbytes
         if filled[kind] >= (BUCKET_BYTES if kind in closed else FIRST_BUCKET_BYTES):
             closed.add(kind)
             yield filled.pop(kind)

@@ -13,7 +13,7 @@ from ..parser.weigh.meter import Meter
 from ..program.program import Optimizer, each_storage_bytes, tensor_leaves
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode
-from ..torch_state.ranks import is_spread
+from ..torch_state.ranks import own_part
 
 FOREACH = {"cuda"}
 """Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
@@ -133,7 +133,7 @@ def _on_meta(
 
 def _without_content(held: Any) -> Any:
     """A tensor of a state without its content; what counts steps keeps it."""
-    held = held.to_local() if is_spread(held) else held
+    held = own_part(held)
     is_large = isinstance(held, torch.Tensor) and held.dim() > 0
     return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
 
@@ -141,8 +141,7 @@ def _without_content(held: Any) -> Any:
 def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
     parameters = []
     for parameter in group["params"]:
-        own = parameter.to_local() if is_spread(parameter) else parameter
-        meta = torch.nn.Parameter(torch.empty_like(own, device="meta"), parameter.requires_grad)
+        meta = torch.nn.Parameter(torch.empty_like(own_part(parameter), device="meta"), parameter.requires_grad)
         meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
         parameters.append(meta)
     chosen: dict[str, Any] = {"params": parameters}

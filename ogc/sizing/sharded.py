@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..parser.opaque import NamesAndTypes, modules_named
-from ..program.program import Optimizer
+from ..program.program import Optimizer, storage_bytes
 from ..torch_state.ranks import bytes_of_sharding
 
 
@@ -47,8 +46,8 @@ def sharded(
     memo: dict[int, Any] = {id(p): _part(p, shards) for p in model.parameters()}
     of_units = [list(unit.parameters()) for unit in found]
     inside = {id(p) for parameters in of_units for p in parameters}
-    around = _bytes(p for p in model.parameters() if id(p) not in inside)
-    unit = max(map(_bytes, of_units), default=0)
+    around = storage_bytes(p for p in model.parameters() if id(p) not in inside)
+    unit = max(map(storage_bytes, of_units), default=0)
     return Sharded(copy.deepcopy(model, memo), max(bytes_of_sharding(unit, unit, around, around)))
 
 
@@ -56,7 +55,3 @@ def _part(parameter: torch.nn.Parameter, shards: int) -> torch.nn.Parameter:
     """The first rank's, which is as large as any: rows are divided evenly, but for the last ones."""
     shape = (-(-parameter.shape[0] // shards), *parameter.shape[1:]) if parameter.dim() else (1,)
     return torch.nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
-
-
-def _bytes(parameters: Iterable[torch.nn.Parameter] | Sequence[torch.nn.Parameter]) -> int:
-    return sum(p.numel() * p.element_size() for p in {id(p): p for p in parameters}.values())

@@ -343,7 +343,7 @@ def _look_in_flight(search: VariantSearch | Search, known: _Known, aim: Aim) -> 
     alone = search_of(replace(graph, in_flight=1), nested=search.nested).least_peak.decisions
 
     def learn(decisions: Decisions) -> float:
-        """Remember plans; the seconds of the first, if it keeps the bound."""
+        """Remember a plan, as it is and inside a recomputation; the seconds of the faster that keeps the bound."""
         found = []
         for one in (decisions, inside_a_recomputation(graph, decisions)):
             with suppress(PlanError):  # an operation would run twice that must not
@@ -356,9 +356,9 @@ def _look_in_flight(search: VariantSearch | Search, known: _Known, aim: Aim) -> 
         held = share * budget / graph.in_flight
         of_one = search_of(_at_turn(graph, int(budget - graph.in_flight * held)), nested=search.nested)
         best = None if is_late() else of_one.fastest(int(budget - (graph.in_flight - 1) * held))
-        return (
-            inf if best is None else learn(replace(best.decisions, segments=up_to(best.decisions.segments, len(graph))))
-        )
+        if best is None:
+            return inf
+        return learn(replace(best.decisions, segments=up_to(best.decisions.segments, len(graph))))
 
     for decisions in (least.decisions, alone, Decisions((recomputed(0, len(graph)),))):
         learn(decisions)

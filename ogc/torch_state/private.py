@@ -315,8 +315,8 @@ def is_wait(operator: Any) -> bool:
 
 def run_on_device(operator: Any, device: str, args: Any, kwargs: Any) -> Any:
     """Run an operator by the kernel for a type of devices. Without it as without ``ALONE``."""
-    key = {"cpu": "CPU", "cuda": "CUDA", "meta": "Meta"}[device]
-    return operator.redispatch(_C.DispatchKeySet(getattr(_C.DispatchKey, key)), *args, **kwargs)
+    key = _C._parse_dispatch_key("Meta" if device == "meta" else device.upper())
+    return operator.redispatch(_C.DispatchKeySet(key), *args, **kwargs)
 
 
 alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispatch_key(ALONE))

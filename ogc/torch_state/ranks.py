@@ -260,10 +260,9 @@ def gathered_by(model: torch.nn.Module) -> Iterator[Gathered]:
         for group in groups_of_shards(module):
             policy, parameters = group.mp_policy, [one.sharded_param for one in group.fsdp_params]
             dtypes = {id(p): policy.param_dtype or p.dtype for p in parameters}
-            reduced = [p.numel() * (policy.reduce_dtype or dtypes[id(p)]).itemsize for p in parameters]
             yield Gathered(
                 sum(p.numel() * dtypes[id(p)].itemsize for p in parameters),
-                sum(reduced),
+                sum(p.numel() * (policy.reduce_dtype or dtypes[id(p)]).itemsize for p in parameters),
                 group.post_forward_mesh_info is None,
                 has_inner_units(module),
                 dtypes,
@@ -278,11 +277,6 @@ def gathered_by(model: torch.nn.Module) -> Iterator[Gathered]:
 def has_units(module: Any) -> bool:
     """Whether something is a module that is such a unit, or has some inside."""
     return isinstance(module, torch.nn.Module) and any(is_unit(one) or is_wrapper(one) for one in module.modules())
-
-
-def has_wrappers(model: torch.nn.Module) -> bool:
-    """Whether there is such a wrapper in a model."""
-    return any(map(is_wrapper, model.modules()))
 
 
 def has_inner_units(module: torch.nn.Module) -> bool:
@@ -314,6 +308,12 @@ def _sharding(name: str) -> Any:
 def is_spread(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``, of which each rank holds a part."""
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    part: torch.Tensor = tensor.to_local() if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+    return part
 
 
 def planned_apart(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:

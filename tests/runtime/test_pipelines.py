@@ -14,6 +14,7 @@ from torch import nn
 
 import ogc
 from ogc.plan import fast
+from ogc.plan.simulate import trace
 from ogc.torch_state.allocator import peak_bytes
 
 WIDTH, BATCHES, ROWS = 32, 4, 64
@@ -145,6 +146,10 @@ def test_compiled_and_plain_replay_count_alike(name):
         plan = ogc.solve(replace(graph, in_flight=1), **goal)
         cost = ogc.simulate(graph, plan.decisions)
         assert replay(plan.decisions).peak_bytes == cost.peak_bytes == max(event.bytes for event in cost.timeline)
+        moments = trace(graph, plan.decisions)  # of a plan without any recomputation those of the plain model
+        assert plan.is_plain or [moment.event for moment in moments] == [*cost.timeline]
+        for m in moments:
+            assert m.event.bytes == m.checkpoints + m.recomputed + m.saved + m.gradients + m.working
         one = ogc.simulate(replace(graph, in_flight=1), plan.decisions)
         assert cost.peak_bytes == one.peak_bytes + 2 * one.held_bytes
 

@@ -336,6 +336,18 @@ def refused(rank):
             sharded(Network(width=WIDTH), "after", {}, lambda module, x, goal=goal: ogc.optimize(module, x, **goal))
 
 
+def parsed(rank):
+    model = sharded(Network(width=WIDTH), "after", {})
+    for function in (ogc.parse, ogc.estimate):
+        with pytest.raises(ogc.InputError, match="is sharded, and is whole only while its unit"):
+            function(model, batch(rank, 0, 32, WIDTH))
+
+
+@pytest.mark.full
+def test_a_sharded_model_is_not_parsed(ranks):
+    ranks.run(parsed)
+
+
 def parses(rank):
     """How many units of each kind are searched for plans."""
     from ogc.in_parts import make as module

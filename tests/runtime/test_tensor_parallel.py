@@ -119,13 +119,17 @@ def compared(rank, kind, how, goal):
     with Told() as told, Opened() as opened:
         if how == "before":
             run = in_parallel(ogc.optimize(other, x, **goal), kind)
+        elif how == "blocks before":
+            for number, block in enumerate(other.blocks):
+                other.blocks[number] = ogc.optimize(block, x, **goal)
+            run = in_parallel(other, kind)
         else:
             run = ogc.optimize(in_parallel(other, kind), x if how == "after" else None, **goal)
         ours, peak = steps(rank, run, kind)
     assert_same(expected, ours)
-    report = run.report()
+    report = (run.blocks[0] if how == "blocks before" else run).report()
     assert report.planned >= 3 and opened.count, (str(report), told.lines)
-    return most, peak, run.plan.peak_bytes if how != "before" else 0, told.lines
+    return most, peak, run.plan.peak_bytes if "before" not in how else 0, told.lines
 
 
 @pytest.mark.parametrize(
@@ -135,8 +139,8 @@ def compared(rank, kind, how, goal):
         *(
             pytest.param(kind, how, marks=pytest.mark.full)
             for kind in ("tensor", "sequence", "loss")
-            for how in ("after", "before", "at the first call")
-            if (kind, how) != ("tensor", "after")
+            for how in ("after", "before", "blocks before", "at the first call")
+            if (kind, how) not in (("tensor", "after"), ("sequence", "blocks before"))
         ),
     ],
 )
@@ -144,13 +148,29 @@ def test_parallel_layers(ranks, kind, how):
     for most, peak, promised, lines in ranks.run(compared, kind, how, {"memory_budget": "least"}):
         assert peak < (0.95 if kind == "sequence" else 0.5) * most, (peak, most, lines)  # or a message is on its way
         if promised:
-            assert promised == pytest.approx(peak, rel=0.05)
+            # Buffers of messages that were on their way when the step began are never seen to go.
+            assert promised == pytest.approx(peak, rel=0.1 if kind == "sequence" else 0.05)
 
 
 @pytest.mark.full
 def test_a_budget(ranks):
     for most, peak, promised, _ in ranks.run(compared, "tensor", "after", {"memory_budget": 0.6}):
         assert 0.3 * most < peak <= 1.02 * promised <= 0.63 * most
+
+
+def sizes(rank):
+    """What is counted of a rank's parts."""
+    model = in_parallel(Transformer(), "tensor")
+    needs = ogc.estimate(model, torch.randn(8, 32, WIDTH), optimizer=torch.optim.AdamW)
+    part = sum(own(p).nbytes for p in model.parameters())
+    return part, needs.parameters, needs.gradients, needs.optimizer
+
+
+@pytest.mark.full
+def test_a_ranks_parts_are_what_is_counted(ranks):
+    for part, parameters, gradients, state in ranks.run(sizes):
+        assert part == parameters == gradients
+        assert state == pytest.approx(2 * part, rel=0.01)
 
 
 def alone(rank):
