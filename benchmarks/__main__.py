@@ -25,7 +25,7 @@ import torch
 
 import ogc
 
-from . import ablation, doors, hollow, instances, layers, polished, summaries
+from . import ablation, doors, hollow, instances, layers, polished, sizes, summaries
 from .arguments import positive
 from .experiments import EXPERIMENTS, NOT_INSTALLED, TINY, Experiment, measured
 from .items import items_of
@@ -43,6 +43,7 @@ QUESTIONS: dict[str, tuple[Sequence[str], Callable[[str, Results], None], Callab
     "instances": (list(instances.INSTANCES), instances.add_row, summaries.instances),
     "layers": (layers.LAYERS, layers.add_row, summaries.layers),
     "polished": (list(polished.NETWORKS), polished.add_rows, summaries.polished),
+    "sizes": (list(sizes.NETWORKS), sizes.add_row, summaries.sizes),
 }
 """Of plans, without timing: the networks, what adds their rows, and the table of these."""
 

@@ -178,7 +178,7 @@ def measure(model: torch.nn.Module, run: Run, inputs: Inputs, seed: int, loss: L
     with as_before(model):
         torch.manual_seed(seed)
         peak = peak_bytes(lambda: outputs.extend(step(run, inputs, loss)), first_of(inputs).device)
-        tensors = dict(_everything(model, outputs))
+        tensors = dict(everything(model, outputs))
     return Measured(peak, counter.total, tensors)
 
 
@@ -354,7 +354,8 @@ def _glibc(name: str) -> Callable[..., int] | None:
     return function
 
 
-def _everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a step leaves, by name: its outputs, gradients, buffers and the random state."""
     yield from ((f"output {number}", output) for number, output in enumerate(outputs))
     yield from ((f"gradient of {name}", p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
     yield from ((f"buffer {name}", buffer.clone()) for name, buffer in model.named_buffers())

@@ -443,6 +443,19 @@ def layers(runs: Sequence[Data]) -> str:
     return table("model | peak over plain | parsing s | planning s", cells)
 
 
+def sizes(runs: Sequence[Data]) -> str:
+    """A row for each model, in plain steps of the same size."""
+    cells = [
+        [
+            *(row["arch"], row["sizes"], ", ".join(f"{each:.1f}" for each in row["first_two"])),
+            *(f"{row['first']:.2f} (at most {row['most']:.2f})", f"{row['known']:.2f}", f"{row['of_training']:+.1%}"),
+        ]
+        for run in runs
+        for row in run["rows"]
+    ]
+    return table("model | sizes | first two | first call at a later size | next calls | of 200 steps", cells)
+
+
 def doors(runs: Sequence[Data]) -> str:
     """How many networks come through each front end, and which are refused or differ."""
     rows = [row for run in runs for row in run["rows"] if "jit" in row]

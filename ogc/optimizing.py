@@ -152,7 +152,8 @@ def optimize(
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
         ParseError: neither the forward nor any part of it can be represented faithfully; the message says why.
-        SolveError: nothing fits the budget; the message says what would.
+        SolveError: nothing fits the budget; the message says what would. Once training runs, which is so at the first
+            call without a sample, a warning says that instead, and the plan is the one with the least peak.
         PlanError: ``plan`` is no plan, or does not fit; the message says in what.
         CheckError: with ``verify``, where the result differs from the plain model.
     """

@@ -146,6 +146,10 @@ class Planning:
         options = self.options.of_submodule(name, module)
         return Planning(options, self.chunks, Given(), self.backend, submodule=name, is_one_of_many=is_one_of_many)
 
+    def for_least(self) -> Planning:
+        """The same for the least peak, whatever the device has."""
+        return replace(self, options=self.options.within(LEAST), device=None)
+
     def check(self, model: torch.nn.Module) -> None:
         """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""
         if not has_units(model):

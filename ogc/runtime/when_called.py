@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import CheckError, InputError, OgcError
+from ..errors import CheckError, InputError, OgcError, SolveError
 from ..process import during_step
 from ..program.structures import Call, input_tensors
 from ..torch_state.forwards import original_class, plain_forward
@@ -40,7 +40,10 @@ class PlansCalls(Protocol):
         """What an optimized model is unpickled as."""
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
-        """The optimized model. InputError: an argument of ``optimize`` is at fault."""
+        """The optimized model. InputError: an argument of ``optimize`` is wrong. SolveError: no plan meets the goal."""
+
+    def for_least(self) -> PlansCalls:
+        """The same for the least peak."""
 
     def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:
         """What a step with this call takes at least. OgcError: nothing could be planned for it."""
@@ -147,12 +150,20 @@ class WhenCalled:
             return  # any other error is the forward's own
         try:
             with during_step(available):
-                self.planned = self.planning.optimized(model, call)
+                self.planned = self._optimized(model, call)
         except Exception as error:
             is_asked_for = isinstance(error, InputError) and "forward" not in vars(module)  # or it was replaced since
             if is_asked_for or isinstance(error, CheckError):
                 raise
             self._fail(error)
+
+    def _optimized(self, model: torch.nn.Module, call: Call) -> torch.nn.Module:
+        """By the goal, or, as a training goes on where it is not met, with the least peak."""
+        try:
+            return self.planning.optimized(model, call)
+        except SolveError as error:
+            log.warning("taking the least peak instead: %s", first_line(error))
+            return self.planning.for_least().optimized(model, call)
 
     def _fail(self, error: Exception) -> None:
         self.problem = first_line(error)

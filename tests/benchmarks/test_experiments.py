@@ -1,6 +1,7 @@
 """Ways timed in turn: the arithmetic, what misses an aim, runs of a few networks, and questions without timing."""
 
 import json
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +11,7 @@ from torch import nn
 
 import ogc
 from benchmarks import __main__ as command
-from benchmarks import hollow, items, measuring
+from benchmarks import hollow, items, measuring, sizes
 from benchmarks.ablation import in_another_order, without
 from benchmarks.cases import CASES, Numbers, Tokens, llama, with_labels
 from benchmarks.experiments import (
@@ -31,7 +32,7 @@ from benchmarks.experiments import (
 from benchmarks.losses import mean_square
 from benchmarks.measuring import Seconds, in_turn
 from benchmarks.networks.transformers import Gpt2
-from benchmarks.results import Results
+from benchmarks.results import CheckFailed, Results
 from benchmarks.row import Row
 from benchmarks.summaries import timing
 from benchmarks.timing import draw, findings, summary
@@ -61,6 +62,34 @@ def test_the_median_of_ratios_is_not_the_ratio_of_medians():
     assert found.paid == pytest.approx(1.0)  # of 2, 3 and 1.2; medians are 3 and 2.5
     assert found.quartiles == pytest.approx((0.6, 1.5))
     assert Seconds([1.5], [1.0]).quartiles == (0.5, 0.5)
+
+
+def test_sizes_are_held_against_the_plain_model_bit_by_bit(monkeypatch):
+    """One that computes something else is an error; a call that is plain is told."""
+    monkeypatch.setitem(sizes.NETWORKS, "few", partial(few_sizes, nn.Sequential(nn.Linear(4, 4), nn.Dropout())))
+    monkeypatch.setitem(sizes.NETWORKS, "draws", partial(few_sizes, Draws()))
+    results = Results(None, {})
+    sizes.add_row("few", results)
+    (row,) = results.rows
+    assert row["sizes"] == 4 and row["planned_calls"] + row["plain_calls"] == 16
+    assert 0 < row["first"] <= row["most"] and len(row["first_two"]) == 2
+    with pytest.raises(CheckFailed, match=r"^draws: output 0"):
+        sizes.add_row("draws", results)
+
+
+class Draws(nn.Linear):
+    """Each call is another."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.draw = random.Random(0)
+
+    def forward(self, x):
+        return super().forward(x) * self.draw.random()
+
+
+def few_sizes(model):
+    return model, ((torch.randn(n, 4),) for n in (3, 5, 4, 7)), torch.sum
 
 
 def test_steps_take_turns_after_one_that_does_not_count():

@@ -76,7 +76,7 @@ def assert_alike(make, x, goal=None, context=torch.enable_grad):
 
 CASES = {
     "batch norm": (Residual, images(), {"memory_budget": 0.7}),
-    "dropout": (layers, torch.randn(64, 64), {}),
+    "dropout": (layers, torch.randn(64, 64), {"memory_budget": "least"}),
     "in parts": (ByData, torch.randn(512, 16), {"memory_budget": 0.7}),
 }
 
@@ -158,6 +158,23 @@ def test_what_cannot_be_planned_runs_plain_and_says_so_once(caplog):
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "ogc runs the plain model" in told and "item()" in told
     assert optimized.report().plain == 3 and "item()" in str(optimized.report())
+
+
+@pytest.mark.parametrize("goal", [{"memory_budget": 1000}, {"device_memory": "1kB"}], ids=str)
+@pytest.mark.parametrize("make", [layers, lambda: ByData().double()], ids=["whole", "in parts"])
+def test_a_budget_that_no_plan_meets_gives_the_least_peak(make, goal, caplog):
+    """With a sample it is an error; a training goes on with what there is, and the bits are the plain model's."""
+    model = make()
+    dtype, width = next((p.dtype, p.shape[1]) for p in model.parameters())
+    x = torch.randn(256, width, dtype=dtype)
+    with pytest.raises(ogc.SolveError):
+        planned(model, sample_input=x, **goal)
+    optimised, least = planned(copy.deepcopy(model), **goal), planned(model, sample_input=x, memory_budget="least")
+    for ours, expected in zip(steps(optimised, x), steps(model, x), strict=True):
+        assert all(map(torch.equal, ours, expected))
+    assert optimised.plan.peak_bytes == least.plan.peak_bytes
+    assert [message for message in caplog.messages if message.startswith("taking the least peak instead: ")]
+    assert optimised.report().plain == 0
 
 
 def test_a_call_that_fails_is_the_plain_models_and_another_is_planned():
