@@ -228,7 +228,7 @@ def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> li
                 "reads": tuple(record.reads),
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved.values),
-                "saved_tensors": len(record.saved.tensors) + OF_COMPARED * record.compared,
+                "saved_tensors": len(record.saved.tensors) + OF_COMPARED * record.saved.compared,
                 "low_memory": _seen_variant(record, storages),
                 "takes_over": taken.get(t, (None,))[0],
                 "replayable": not (

@@ -75,6 +75,7 @@ class SavedTensors:
     tensors: list[Saved] = field(default_factory=list)
     values: list[int] = field(default_factory=list)  # that these are in
     internal_bytes: int = 0  # of those that are in no value
+    compared: int = 0  # by a recomputation of an opaque module with its first call
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ class Record:
     relaid: Callable[..., Weights | None] | None = None  # weighs its backward for gradients of other layouts
     nodes: range = range(0)  # of autograd's graph, by number
     is_reached: bool = True  # a backward from some output comes to it
-    compared: int = 0  # tensors that an opaque module saves, and a recomputation of it compares
 
     @property
     def in_place(self) -> bool:
@@ -321,11 +321,11 @@ class _Observer:
         if is_opaque:
             written += self._other_writes(buffers, own)
             packed[:] = [inner for tensor in packed for inner in contents(tensor) if storage_of(inner) is not None]
-            record.compared = len(packed)
         self.memory.note_reads(record, refs, tensors)
         self.memory.note_outputs(record, result)
         self.memory.note_writes(record, written, args)
         self.memory.note_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
+        record.saved.compared = len(packed) if is_opaque else 0
         packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.memory.result.records.append(record)
         self.visit(record, args, kwargs)
