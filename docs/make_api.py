@@ -20,7 +20,7 @@ PAGE = Path(__file__).with_name("api.md")
 PARTS = {
     "Training in less memory": ("optimize", "apply", "check", "Checker", "CheckReport", "Difference"),
     "What fits": ("estimate", "Estimate", "largest_batch", "largest_batches", "LargestBatch"),
-    "Graphs": ("parse", "Graph", "Operation", "Value", "Host", "GraphBuilder"),
+    "Graphs": ("parse", "Graph", "Operation", "Value", "Host", "with_host", "GraphBuilder"),
     "Plans": (
         *("solve", "frontier", "Frontier", "chunk_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
         *("make_plan", "saved", "recomputed", "Segment", "Policy", "Offload", "Decisions"),

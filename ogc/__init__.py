@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         simulate,
     )
     from .planned import apply
+    from .planning import with_host
     from .rewrites.chunking import chunk_batch
     from .sizing.largest import LargestBatch, largest_batch, largest_batches
     from .sizing.needs import Estimate, estimate
@@ -63,6 +64,7 @@ _HOMES = {
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "planned": ("apply",),
+    "planning": ("with_host",),
     "rewrites.chunking": ("chunk_batch",),
     "sizing.largest": ("LargestBatch", "largest_batch", "largest_batches"),
     "sizing.needs": ("Estimate", "estimate"),

@@ -23,11 +23,13 @@ from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .plan.told import Entry, Instructions
 from .planned import OnDevice, Planning
-from .planning import Given, Offloading, PlanOptions, Store, saved_plan
+from .planning import Given, PlanOptions, Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
+from .runtime.offloading import Bandwidth, Offloading
 from .solver import Budget, Goal, SolveOptions, is_number
+from .solver.goal import memory_bytes
 from .torch_state.forwards import outside_of_modes
 from .torch_state.ranks import within_data_parallel
 
@@ -65,8 +67,9 @@ def optimize(
     recompute: Iterable[Entry] = (),
     once: Iterable[Entry] = (),
     offload: str | PathLike[str] | bool = False,
-    bandwidth: float | tuple[float, float] | None = None,
+    bandwidth: Bandwidth | None = None,
     host_memory: int | str | None = None,
+    ranks_per_host: int = 1,
     in_flight: int = 1,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
@@ -132,10 +135,12 @@ def optimize(
             its own hands on; see :func:`ogc.solve`.
         once: submodules whose operations never run twice.
         offload: allow values to leave the device's memory between forward and backward, where that takes less time than
-            to recompute what is over the budget. On a CPU the path of a folder, in which a file without a name has
-            them, or True for the folder of temporary files; on CUDA True, for pinned memory. Needs a budget.
-        bandwidth: bytes per second of these copies, or a pair of them, out and back; measured where it is not given.
+            to recompute them. On a CPU the path of a folder, in which a file without a name has them, or True for the
+            folder of temporary files; on CUDA True, for pinned memory.
+        bandwidth: bytes per second of these copies; a pair of them, out and back; or a link: ``"PCIe 3"``,
+            ``"PCIe 4"``, ``"PCIe 5"``, ``"NVLink-C2C"``. Measured where it is not given.
         host_memory: most bytes, or a text like ``"64GB"``, that one forward may offload.
+        ranks_per_host: how many processes share the bandwidth, as those that ``torchrun`` starts on one host.
         in_flight: so many forwards run before the backward of the first, as in a stage of a pipeline, see
             :func:`ogc.in_flight`: peaks and goals are those of all of them together.
 
@@ -186,15 +191,13 @@ def optimize(
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
-    offloading = Offloading.of(offload, bandwidth, host_memory)
+    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host, memory_bytes)
     if offloading is not None:
         others = {
             "chunks=": chunks > 1, "compile=": backend is not None, "keep=, recompute= and once=": bool(said),
             "solver=": solver != "optimal",
         }  # fmt: skip
         _refuse_beside("offload=", others)
-        if device is None and not (solving.goal.is_bounded and max_overhead is None):
-            raise InputError("offload= is for a budget: give memory_budget= in bytes or as a share, or device_memory=")
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise InputError(f"in_flight must be a number of micro-batches, 1 or more, not {in_flight!r}")
     if in_flight > 1:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from .errors import InputError, ParseError, PlanError
-from .graph import MIB, Graph, Host
+from .graph import MIB, Graph
 from .parser import ParseOptions, Shapes, at_shapes, hooked_modules, parsed, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
 from .plan import Plan, SavedPlan, plan_on, simulate
@@ -35,9 +34,8 @@ from .plan.saving import VERSION
 from .plan.simulate import plain_peak
 from .process import within_seconds
 from .program.structures import Call, InputSpec
-from .runtime.copies import offloadable_values
-from .runtime.host import bandwidths
-from .solver import FAIR, Budget, Goal, SolveOptions, is_number
+from .runtime.offloading import Bandwidth, Offloading
+from .solver import FAIR, Budget, Goal, SolveOptions
 from .solver.goal import in_bytes, memory_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
@@ -311,51 +309,29 @@ def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
 # -- where a plan is looked for ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Offloading:
-    """Where values may be offloaded to: a folder, or with "" pinned memory; bytes per second out and back, if known;
-    most bytes that may be there of one forward."""
+def with_host(
+    graph: Graph,
+    *,
+    bandwidth: Bandwidth | None = None,
+    host_memory: int | str | None = None,
+    ranks_per_host: int = 1,
+    offload: str | os.PathLike[str] | bool = True,
+) -> Graph:
+    """The graph, whose plans may offload: for :func:`ogc.solve`, :func:`ogc.frontier` and :func:`ogc.make_plan`.
 
-    folder: str
-    bandwidth: tuple[float, float] | None = None
-    memory: int | None = None
+    Args:
+        graph: from :func:`ogc.parse`.
+        bandwidth, host_memory, ranks_per_host, offload: as for :func:`ogc.optimize`. For a device that is not there,
+            bandwidth is needed.
 
-    @classmethod
-    def of(cls, offload: Any, bandwidth: Any, memory: Any) -> Offloading | None:
-        """What the arguments of :func:`ogc.optimize` mean.
-
-        Raises:
-            InputError: one of them is of the wrong kind, or there is no such folder.
-        """
-        if offload is False or offload is None:
-            if bandwidth is not None or memory is not None:
-                raise InputError("bandwidth= and host_memory= are those of offload=, which is not given")
-            return None
-        if offload is not True and not (isinstance(offload, (str, os.PathLike)) and os.path.isdir(offload)):
-            raise InputError(f"offload must be True or the path of a folder that is there, not {offload!r}")
-        pair = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
-        if bandwidth is not None and not (len(pair) == 2 and all(is_number(one) and one > 0 for one in pair)):
-            raise InputError(
-                f"bandwidth must be bytes per second, more than 0, or a pair of such numbers, not {bandwidth!r}"
-            )
-        most = None if memory is None else memory_bytes(memory, "host_memory")
-        return cls("" if offload is True else os.path.abspath(offload), None if bandwidth is None else pair, most)
-
-    def on(self, graph: Graph) -> Graph:
-        """The graph, whose plans may offload.
-
-        Raises:
-            InputError: the device takes no folder, or its bandwidth is not known.
-        """
-        device, folder = torch.device(graph.device), self.folder
-        if device.type == "cuda" and folder:
-            raise InputError("on CUDA values are offloaded to pinned memory: give offload=True, not a folder")
-        if device.type != "cuda":
-            folder = folder or tempfile.gettempdir()
-        if self.bandwidth is None and device.type not in ("cpu", "cuda"):
-            raise InputError(f"the bandwidth to {device.type} cannot be measured; give bandwidth= in bytes per second")
-        out, back, each = (*self.bandwidth, 0.0) if self.bandwidth else bandwidths(device, folder)
-        return replace(graph, host=Host(out, back, offloadable_values(graph), folder, each, self.memory))
+    Raises:
+        InputError: an argument is of the wrong kind, or bandwidth cannot be measured.
+    """
+    if not isinstance(graph, Graph) or graph.program is None:
+        raise InputError("graph must be a Graph that ogc.parse made; one by hand gets its host=ogc.Host(out, back)")
+    found = Offloading.of(offload or True, bandwidth, host_memory, ranks_per_host, memory_bytes)
+    assert found is not None
+    return found.on(graph)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from ogc.parser import arguments
 from ogc.parser.weigh import host
 from ogc.runtime import frame
+from ogc.solver.solve import EFFORTS
 
 DEFAULT = "not slow and not full"
 """The tests that run where nothing else is asked for, by their marks."""
@@ -68,6 +69,26 @@ def same_times(request, monkeypatch):
     """Times are estimated, so that plans are the same each time, but for tests of ``measured_times``."""
     if "measured_times" not in request.fixturenames:
         monkeypatch.setitem(arguments.AUTO, "cpu", "estimate")
+
+
+FEW_MOVES = 300
+"""A plan is as right after few moves of the local search; it is a little worse, in half of the time that tests take."""
+
+
+@pytest.fixture(autouse=True)
+def few_moves(request, monkeypatch):
+    """The search is short, but for tests of how good plans are: in the folders of plans and solvers, slow ones, and
+    those that ask for ``all_moves``.
+    """
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    is_slow = request.node.get_closest_marker("slow") is not None
+    if not (folder in ("plan", "solver") or is_slow or "all_moves" in request.fixturenames):
+        monkeypatch.setitem(EFFORTS, 1, FEW_MOVES)
+
+
+@pytest.fixture
+def all_moves():
+    """Plans as users get them."""
 
 
 @pytest.fixture

@@ -136,6 +136,7 @@ class Replay:
             return
         variants = graph.with_variants(()), graph.with_variants(graph.low_memory)
         self._seconds = [list(map(_seconds, each.operations)) for each in variants]
+        self._times = [_times(each) for each in variants]
         self._again = sum(op.again_seconds for op in graph.operations)
         self._arrays = _arrays_of(graph, variants)  # the library has their addresses
         self._state = self._library.ogc_new(self._arrays[0].ctypes.data)
@@ -198,9 +199,11 @@ class Replay:
         step_bytes = np.array((ctypes.c_int64 * count).from_address(sizes), np.int64)
         needs = list((ctypes.c_int32 * len(graph.values)).from_address(needed))
         is_backward = table[:, 2] == IN_BACKWARD
-        own = graph.with_variants(decisions.low_memory)
-        seconds = np.where(is_backward, _backward_seconds(own)[table[:, 1]], np.array(own.repeat_seconds)[table[:, 1]])
-        seconds[: len(graph)] = [op.forward_seconds for op in own.operations]
+        is_low = np.zeros(len(graph), bool)
+        is_low[list(decisions.low_memory)] = True
+        forward, again, backward = np.where(is_low, self._times[1], self._times[0])
+        seconds = np.where(is_backward, backward[table[:, 1]], again[table[:, 1]])
+        seconds[: len(graph)] = forward
         during = np.where(table[:, 2] < 0, table[:, 1], table[:, 2])
         return Profile(graph, cost, step_bytes, seconds, during, {v: n for v, n in enumerate(needs) if n >= 0})
 
@@ -249,8 +252,12 @@ def _saving(decisions: Decisions) -> Policies:
     return tuple((v, Policy.SAVED if policy is Policy.OFFLOADED else policy) for v, policy in every.items())
 
 
-def _backward_seconds(graph: Graph) -> NDArray[np.float64]:
-    return np.array([op.backward_seconds + op.again_seconds for op in graph.operations])
+def _times(graph: Graph) -> NDArray[np.float64]:
+    """Of each operation, the seconds of its forward, of a recomputation and of its backward."""
+    forward = [op.forward_seconds for op in graph.operations]
+    return np.array(
+        [forward, graph.repeat_seconds, [op.backward_seconds + op.again_seconds for op in graph.operations]]
+    )
 
 
 def _packed(policies: Policies) -> bytes:

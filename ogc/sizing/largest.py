@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..parser.opaque import NamesAndTypes
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..process import collecting_new_only
+from ..runtime.offloading import Bandwidth, Offloading
 from ..solver import LEAST, LEAST_PEAK, Budget, Goal, optimal, solve
 from ..solver.goal import memory_bytes
 from .graphs import SIZES, Graphs
@@ -74,6 +76,10 @@ def largest_batch(
     gradients: str = "none",
     shards: int = 1,
     units: NamesAndTypes = (),
+    offload: str | PathLike[str] | bool = False,
+    bandwidth: Bandwidth | None = None,
+    host_memory: Budget | None = None,
+    ranks_per_host: int = 1,
     **parsing: Any,
 ) -> LargestBatch:
     """The largest batch, or length of a sequence, whose training step fits on a device.
@@ -90,6 +96,7 @@ def largest_batch(
         make_loss: or ``make_loss(n)`` returns the loss for size n.
         max_overhead: the share of a plain step's time that a plan may add; without it any.
         step: sizes are multiples of this.
+        offload, bandwidth, host_memory, ranks_per_host: plans may offload, as those of :func:`ogc.optimize`.
         parsing: further arguments of :func:`ogc.parse`.
 
     Raises:
@@ -110,6 +117,10 @@ def largest_batch(
         gradients=gradients,
         shards=shards,
         units=units,
+        offload=offload,
+        bandwidth=bandwidth,
+        host_memory=host_memory,
+        ranks_per_host=ranks_per_host,
         **parsing,
     )
     return found
@@ -131,6 +142,10 @@ def largest_batches(
     gradients: str = "none",
     shards: int = 1,
     units: NamesAndTypes = (),
+    offload: str | PathLike[str] | bool = False,
+    bandwidth: Bandwidth | None = None,
+    host_memory: Budget | None = None,
+    ranks_per_host: int = 1,
     **parsing: Any,
 ) -> tuple[LargestBatch, ...]:
     """What :func:`largest_batch` gives for each of several overheads, with what they share found once.
@@ -138,7 +153,7 @@ def largest_batches(
     Args:
         max_overheads: in any order; None for one without a limit.
         model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, gradients, shards, units,
-            parsing: as for :func:`largest_batch`.
+            offload, bandwidth, host_memory, ranks_per_host, parsing: as for :func:`largest_batch`.
 
     Raises:
         InputError, SolveError: as :func:`largest_batch` does, for any of them.
@@ -151,20 +166,25 @@ def largest_batches(
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
         Goal(max_overhead=max_overhead)
+    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host, memory_bytes)
     needs = fixed_needs(model, make_sample(step), optimizer, device, ddp, gradients, shards, units)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}
     parsing = {"device": device, "gradients": needs.when, **parsing}
     graphs = Graphs(model, make_sample, make_loss or (lambda size: loss), step, parsing)
-    search = _Search(graphs, needs, memory_bytes(device_memory, "device_memory"), step)
+    search = _Search(graphs, needs, memory_bytes(device_memory, "device_memory"), step, offloading)
     return search.find(max_overheads)
 
 
 class _Search:
     """The search for one model on one device of ``room`` bytes."""
 
-    def __init__(self, graphs: Graphs, needs: Estimate, room: int, step: int) -> None:
+    def __init__(
+        self, graphs: Graphs, needs: Estimate, room: int, step: int, offloading: Offloading | None = None
+    ) -> None:
         self.graphs, self.needs, self.room, self.step = graphs, needs, room, step
+        self.offloading = offloading
+        self.on_host: dict[int, tuple[Graph, Graph]] = {}  # by the identity of a graph, which is the first
         self.plans: dict[tuple[int, float | None], Plan | None] = {}
 
     def find(self, max_overheads: Sequence[float | None]) -> tuple[LargestBatch, ...]:
@@ -179,7 +199,7 @@ class _Search:
         return tuple(self._found(plain, *each) for each in zip(sizes, max_overheads, strict=True))
 
     def _found(self, plain: int, size: int, max_overhead: float | None) -> LargestBatch:
-        graph, plan = self.graphs.of(size), self._plan(size, max_overhead)
+        graph, plan = self._with_host(self.graphs.of(size)), self._plan(size, max_overhead)
         assert plan is not None
         plan = replace(plan, graph=graph)
         return LargestBatch(plain, size, plan, graph, self._needs(size), self.room, size + self.step)
@@ -189,12 +209,12 @@ class _Search:
 
         def least_peak(graph: Graph) -> int:
             goal = Goal(LEAST) if max_overhead is None else Goal(max_overhead=max_overhead)
-            return optimal(graph, goal).peak_bytes
+            return optimal(self._with_host(graph), goal).peak_bytes
 
         while True:
             size = self._largest(least_peak, lambda size: self._plan(size, max_overhead))
             if not size:
-                least_plan = optimal(self.graphs.of(self.step), LEAST_PEAK)
+                least_plan = optimal(self._with_host(self.graphs.of(self.step)), LEAST_PEAK)
                 least = self._needs(self.step).with_activations(least_plan.peak_bytes)
                 without = "" if max_overhead is None else " without max_overhead"
                 raise SolveError(
@@ -248,6 +268,14 @@ class _Search:
             before, more_before, size, more = size, more, root, more_at_root
         return size
 
+    def _with_host(self, graph: Graph) -> Graph:
+        """The graph, whose plans may offload if that is asked for."""
+        if self.offloading is None:
+            return graph
+        if id(graph) not in self.on_host:
+            self.on_host[id(graph)] = graph, self.offloading.on(graph)
+        return self.on_host[id(graph)][1]
+
     def _needs(self, size: int) -> Estimate:
         return replace(self.needs, inputs=self.graphs.input_bytes(size))
 
@@ -261,7 +289,7 @@ class _Search:
             return None
 
         def solved(budget: int) -> Plan:
-            return solve(graph, memory_budget=budget)
+            return solve(self._with_host(graph), memory_budget=budget)
 
         try:
             plan = made_within(self._needs(size), self.room, budget, solved, lambda plan: plan)

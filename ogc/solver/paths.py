@@ -293,6 +293,7 @@ class ConstrainedPaths:
         costs = np.full(kept.shape, np.inf)  # seconds and the price of the bytes
         kept[0, 0], seconds[0, 0], costs[0, 0] = 0, 0.0, 0.0
         least_kept, least_costs = kept[:, 0].copy(), costs[:, 0].copy()  # of the labels at each cut
+        used = np.ones(last + 1, np.int64)  # so many of them are not empty
         # What is left for what comes before each segment, if the segment takes as little time as it may.
         left = within - guide.costs - guide.rest[segments.j]
         for j, first, stop in segments.by_end:
@@ -300,8 +301,9 @@ class ConstrainedPaths:
             i = segments.i[here]
             some = (least_kept[i] <= segments.limit[here]) & (least_costs[i] <= left[here])
             here, i = here[some], i[some]
-            fits = kept[i] <= segments.limit[here, None]
-            fits &= costs[i] <= left[here, None]
+            most = int(used[i].max(initial=0))
+            fits = kept[i, :most] <= segments.limit[here, None]
+            fits &= costs[i, :most] <= left[here, None]
             row, parent = np.nonzero(fits)
             if not len(row):
                 continue
@@ -318,7 +320,7 @@ class ConstrainedPaths:
             kept[j, : len(best)], seconds[j, : len(best)] = after, taken
             costs[j, : len(best)] = taken + guide.price[j] * after
             parents[j, : len(best)] = np.stack([segment[best], parent[best]], 1)
-            least_kept[j], least_costs[j] = kept[j].min(), costs[j].min()
+            least_kept[j], least_costs[j], used[j] = kept[j, 0], costs[j, : max(1, len(best))].min(), len(best)
         return _path(segments, numbers, kept, parents, int(seconds[-1].argmin())), float(seconds[-1].min())
 
 

@@ -300,14 +300,17 @@ class Search:
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
-        sweeps = 1 if self._some_cuts is self._all_cuts else 2
-        for sweep in range(sweeps):
-            cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
-            for peak in peaks:  # descending: a table serves those below
-                self._at(int(peak), cuts, ROUGH_LABELS)
+        self.roughly(peaks)
+        if self._some_cuts is not self._all_cuts:
+            self.roughly(peaks, self._around(front_of(self.seen.values())))
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
+
+    def roughly(self, peaks: Iterable[float], cuts: CutSearch | None = None) -> None:
+        """Look once for a plan within each peak; they descend, as a table serves those below."""
+        for peak in peaks:
+            self._at(int(peak), cuts or self._some_cuts, ROUGH_LABELS)
 
     @property
     def found(self) -> Iterable[Candidate]:
@@ -437,6 +440,13 @@ class VariantSearch:
                 break
             limit = seconds - (found[-1].seconds - candidate.seconds)  # less than what this one takes
         return min((c for c in found if c.seconds <= seconds), default=None)
+
+    def roughly(self, peaks: Iterable[float]) -> None:
+        """Look once for a plan within each peak, and with the economical variants where these would lower one."""
+        peaks = list(peaks)
+        self.own.roughly(peaks)
+        if any(map(self._variants_lower, self.own.found)):
+            self.economical.roughly(peaks)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""

@@ -19,6 +19,7 @@ from ..plan import Decisions, Frontier, Plan, plain_plan, recomputed, saved, sim
 from ..plan.decisions import up_to
 from ..plan.fast import Replay, library
 from ..plan.schedule import Schedule
+from ..plan.simulate import lower_bound
 from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, inside_a_recomputation, weigh
@@ -161,9 +162,14 @@ def frontier(
         known.learn(search_of(told).curve(points))
         if not is_late():
             known.answered.add(asked)
+    if told.host is not None:
+        least, search = max(1, lower_bound(told)), _Offloading(told, known, 0)
+        peaks = np.geomspace(least, plain.peak_bytes, points + 1)[1:-1]
+        known.learn_away(search.within(int(peak), known.plans) for peak in peaks)
+    found = front_of([*known.plans, *known.away])
     plans = [
         plain.deciding(c.decisions.as_told(told.told), "optimal")
-        for c in known.plans
+        for c in found
         if c.peak_bytes < plain.peak_bytes or not told.may_be_plain
     ]
     return Frontier((*plans, plain) if told.may_be_plain else tuple(plans))
@@ -236,12 +242,17 @@ WORTH_MOVES = 1e-3
 LOOSER = 4
 """Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
 
+HALVINGS, NEAR = 6, 1.01
+"""How often a budget is halved, in logarithms, to find the least at which a plan that offloads takes no longer than it
+may, and how near to the last one that ends."""
+
 
 def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
-    """The plan for a goal, of a graph whose plans keep to what was told; one that offloads where that is faster."""
+    """The plan for a goal, of a graph whose plans keep to what was told; one that offloads where that is better."""
     plain = plain_plan(graph)
-    budget = goal.budget_bytes(plain.peak_bytes)
-    if graph.host is None or budget is None or not len(graph) or plain.peak_bytes <= budget:
+    aim = _aim(graph, goal, plain)
+    is_met = aim.budget is not None and plain.peak_bytes <= aim.budget
+    if graph.host is None or not len(graph) or is_met:
         return _found_in_memory(graph, goal, effort)
     alone: Plan | SolveError
     try:
@@ -249,38 +260,98 @@ def _found(graph: Graph, goal: Goal, effort: int) -> Plan:
     except SolveError as error:
         alone = error
     known, asked = _known_of(graph), ("offloading", goal, effort)
-    if asked not in known.offloading:
-        for looser in np.geomspace(budget, plain.peak_bytes, LOOSER + 2)[1:-1]:
-            if not is_late():
-                with suppress(SolveError):
-                    _found_in_memory(graph, Goal(int(looser)), 0)
-        costs = Replay(graph)
-        whole = weigh(costs, Decisions((saved(0, len(graph)),)))
-        aim, moves = Aim(plain.peak_bytes, graph.step_seconds, budget), _moves(effort, graph)
-        moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
-        found = aim.best([offloading(costs, [*known.plans, whole], budget), *known.plans])
-        if found is not None and found.seconds - whole.seconds > WORTH_MOVES * graph.step_seconds and moves:
-            found = polished(costs, found, aim, moves, weigh_away=partial(timed_candidate, budget=budget))
-        known.offloading[asked] = found
-    found = known.offloading[asked]
-    if found is not None and (isinstance(alone, SolveError) or found.seconds < alone.added_seconds):
-        plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
+    if asked not in known.answered:
+        search = _Offloading(graph, known, _moves(effort, graph))
+        if aim.budget is not None:
+            search.learn_looser(aim.budget)
+            known.learn_away([search.fastest(aim)])
+        else:
+            least = plain.peak_bytes if isinstance(alone, SolveError) else alone.peak_bytes
+            search.learn_looser(least)
+            known.learn_away([search.least(aim, least, goal)])
+        if not is_late():
+            known.answered.add(asked)
+    found = aim.best(c for c in known.away if goal or _runs(graph, c) <= 2)
+    is_better = found is not None and (
+        isinstance(alone, SolveError)
+        or (found.seconds < alone.added_seconds if aim.budget is not None else found.peak_bytes < alone.peak_bytes)
+    )
+    if found is not None and is_better:
+        plain = replace(plain, budget_bytes=aim.budget, max_overhead=goal.max_overhead)
         return plain.deciding(found.decisions, "optimal")
     if isinstance(alone, SolveError):
         raise alone
     return alone
 
 
+def _aim(graph: Graph, goal: Goal, plain: Plan) -> Aim:
+    """What plans for a goal are held against; without one, a time that is fair."""
+    overhead = goal.max_overhead if goal else FAIR_OVERHEAD
+    seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
+    return Aim(plain.peak_bytes, graph.step_seconds, goal.budget_bytes(plain.peak_bytes), seconds)
+
+
+class _Offloading:
+    """The search for plans of a graph that offload; they start from those that are known, and from the plain model."""
+
+    def __init__(self, graph: Graph, known: _Known, moves: int) -> None:
+        self.graph, self.known, self.costs = graph, known, Replay(graph)
+        self.moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
+        self.whole = weigh(self.costs, Decisions((saved(0, len(graph)),)))
+
+    def learn_looser(self, budget: int) -> None:
+        """Look for plans within some budgets between this one and the plain peak."""
+        if not is_late():
+            search = search_of(self.graph)
+            search.roughly(np.geomspace(plain_plan(self.graph).peak_bytes, budget, LOOSER + 2)[1:-1])
+            self.known.learn(search.found)
+
+    def within(self, budget: int, plans: Iterable[Candidate]) -> Candidate | None:
+        """The fastest plan within a budget that offloads what one of these has too much, without a local search."""
+        return offloading(self.costs, [*plans, self.whole], budget)
+
+    def fastest(self, aim: Aim) -> Candidate | None:
+        """The fastest plan within the budget."""
+        assert aim.budget is not None
+        plans = self.known.plans
+        return self._polished(aim.best([self.within(aim.budget, plans), *plans]), aim, self.moves)
+
+    def least(self, aim: Aim, peak: int, goal: Goal) -> Candidate | None:
+        """The plan with the least peak below ``peak`` that takes no longer than it may, by budgets."""
+        low, high, best = max(1, lower_bound(self.graph)), peak, None
+        plans = self.known.plans if goal else self.known.at_most_twice(self.graph)
+        for _ in range(HALVINGS):
+            if is_late() or high <= NEAR * low:
+                break
+            budget = int((low * high) ** 0.5)
+            of_budget, found = replace(aim, budget=budget, seconds=None), self.within(budget, plans)
+            if found is not None and aim.excess(found):
+                found = self._polished(found, of_budget, self.moves // HALVINGS, is_nested=bool(goal))
+            is_fair = found is not None and (bool(goal) or _runs(self.graph, found) <= 2)
+            if found is not None and is_fair and not aim.excess(found):
+                best, high = found, found.peak_bytes
+            else:
+                low = budget
+        return best
+
+    def _polished(self, found: Candidate | None, aim: Aim, moves: int, is_nested: bool = True) -> Candidate | None:
+        """A plan made faster by a local search, where it is not as fast as the plain model."""
+        added = 0.0 if found is None else found.seconds - self.whole.seconds
+        if found is None or not moves or added <= WORTH_MOVES * self.graph.step_seconds:
+            return found
+        assert aim.budget is not None
+        weigh_away = partial(timed_candidate, budget=aim.budget)
+        return polished(self.costs, found, aim, moves, nested=is_nested, weigh_away=weigh_away)
+
+
 def _found_in_memory(graph: Graph, goal: Goal, effort: int) -> Plan:
     """The plan for a goal that offloads nothing."""
     plain = plain_plan(graph)
-    budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
+    aim, known = _aim(graph, goal, plain), _known_of(graph)
+    budget, may_be_plain = aim.budget, graph.may_be_plain
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
-    may_be_plain = graph.may_be_plain
     if not len(graph) or (may_be_plain and budget is not None and plain.peak_bytes <= budget):
         return plain
-    seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
-    aim, known = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), _known_of(graph)
     search, moves, is_new = search_of(graph, nested=bool(goal)), _moves(effort, graph), known.is_new(goal, effort)
     if is_new:
         _look(search, known, aim)
@@ -302,7 +373,8 @@ def _found_in_memory(graph: Graph, goal: Goal, effort: int) -> Plan:
         raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     if found is None and not may_be_plain:
         share = known.plans[-1].seconds / graph.step_seconds
-        raise SolveError(f"no plan found takes at most {overhead:.1%} more time; the least is {share:.1%}")
+        most = (aim.seconds or 0.0) / graph.step_seconds
+        raise SolveError(f"no plan found takes at most {most:.1%} more time; the least is {share:.1%}")
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or (may_be_plain and found.peak_bytes >= plain.peak_bytes - slack):
         return plain
@@ -388,13 +460,13 @@ class _Known:
     Attributes:
         plans: those that no other beats in both peak and time, by ascending peak.
         of_one_level: the same of those without levels and values that are recomputed one by one.
-        offloading: of those that offload, the fastest for what was asked, if any does.
+        away: the same of those that offload.
         answered: the goals and efforts, the budgets that nothing fitted, and the numbers of points of a curve, for
             which there was time to look.
     """
 
     plans: list[Candidate] = field(default_factory=list)
-    offloading: dict[object, Candidate | None] = field(default_factory=dict)
+    away: list[Candidate] = field(default_factory=list)
     of_one_level: list[Candidate] = field(default_factory=list)
     answered: set[object] = field(default_factory=set)
 
@@ -408,6 +480,10 @@ class _Known:
         flat = (c for c in found if not c.decisions.policies and all(s.depth <= 1 for s in c.decisions.segments))
         self.plans = front_of([*self.plans, *found])
         self.of_one_level = front_of([*self.of_one_level, *flat])
+
+    def learn_away(self, found: Iterable[Candidate | None]) -> None:
+        """Remember plans that offload."""
+        self.away = front_of([*self.away, *filter(None, found)])
 
     def best(self, graph: Graph, goal: Goal, aim: Aim) -> Candidate | None:
         """The plan for a goal."""

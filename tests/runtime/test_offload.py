@@ -18,7 +18,7 @@ from torch import nn
 
 import ogc
 from ogc.runtime import host
-from ogc.runtime.copies import Copies
+from ogc.runtime.copies import Copies, offloadable_values
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="files cannot be read at places here")
 FAST = 1e12
@@ -301,8 +301,11 @@ def test_shared_storages_and_a_frozen_part(tmp_path):
             "offload must be True or the path of a folder that is there, not 'nowhere/at all'",
         ),
         ({"offload": 3}, "not 3"),
-        ({"bandwidth": 1e9}, "bandwidth= and host_memory= are those of offload=, which is not given"),
-        ({"host_memory": "1GB"}, "bandwidth= and host_memory= are those of offload=, which is not given"),
+        ({"bandwidth": 1e9}, "host_memory= and ranks_per_host= are those of offload=, which is not given"),
+        ({"host_memory": "1GB"}, "host_memory= and ranks_per_host= are those of offload=, which is not given"),
+        ({"ranks_per_host": 8}, "host_memory= and ranks_per_host= are those of offload=, which is not given"),
+        ({"offload": True, "ranks_per_host": 0}, "ranks_per_host must be a number of processes, 1 or more, not 0"),
+        ({"offload": True, "bandwidth": "PCIe 9"}, "'PCIe 3', 'PCIe 4', 'PCIe 5', 'NVLink-C2C', not 'PCIe 9'"),
         (
             {"offload": True, "host_memory": 0.5},
             "host_memory must be bytes or a text like '24GB' or '8GiB', not 0.5",
@@ -310,10 +313,7 @@ def test_shared_storages_and_a_frozen_part(tmp_path):
         ({"offload": True, "host_memory": "much"}, "host_memory must be bytes"),
         ({"offload": True, "host_memory": "least"}, "host_memory must be bytes"),
         ({"offload": True, "bandwidth": 0.0}, "bandwidth must be bytes per second, more than 0"),
-        ({"offload": True, "bandwidth": (1.0, 2.0, 3.0)}, "or a pair of such numbers"),
-        ({"offload": True, "memory_budget": None}, "offload= is for a budget"),
-        ({"offload": True, "memory_budget": "least"}, "offload= is for a budget"),
-        ({"offload": True, "memory_budget": None, "max_overhead": 0.1}, "offload= is for a budget"),
+        ({"offload": True, "bandwidth": (1.0, 2.0, 3.0)}, "a pair of such numbers"),
         ({"offload": True, "chunks": 2}, "offload= does not go with chunks="),
         ({"offload": True, "compile": "eager"}, "offload= does not go with compile="),
         ({"offload": True, "keep": ["0"]}, "offload= does not go with keep=, recompute= and once="),
@@ -335,6 +335,33 @@ def test_a_model_in_parts_is_an_error(tmp_path):
 
     with pytest.raises(ogc.ParseError, match="offload= needs one plan of the whole model, leave it out: "):
         ogc.optimize(Branches(), X, memory_budget=0.5, offload=tmp_path)
+
+
+@pytest.mark.parametrize("goal", [{"max_overhead": 0.1}, {"memory_budget": "least"}, {}], ids=str)
+def test_a_model_trains_as_ever_by_any_goal(goal, tmp_path):
+    model = mlp(8)
+    alone = ogc.optimize(mlp(8), X, loss=loss_of, holds_outputs=False, **goal)
+    given = {"offload": tmp_path, "bandwidth": FAST, "loss": loss_of, "holds_outputs": False}
+    optimised = ogc.optimize(model, X, **given, **goal)
+    assert optimised.plan.peak_bytes <= alone.plan.peak_bytes
+    if goal != {"memory_budget": "least"}:  # the floor is that of one operation
+        assert optimised.plan.offloaded and optimised.plan.peak_bytes < 0.9 * alone.plan.peak_bytes
+    assert goal.get("max_overhead", 9) >= optimised.plan.overhead
+    assert abs(measured_peak(optimised, (X,), loss=loss_of) - optimised.plan.peak_bytes) <= SCALARS
+    assert_same_training(model, optimised, (X,))
+
+
+def test_ranks_of_a_host_share_its_link():
+    with torch.device("meta"):
+        model, x = mlp(), torch.empty(256, 64)
+    graph = ogc.parse(model, x, device="cuda", gpu="H100")
+    alone, shared = ogc.with_host(graph, bandwidth="PCIe 5"), ogc.with_host(graph, bandwidth="PCIe 5", ranks_per_host=8)
+    assert alone.host.out == alone.host.back == 0.8 * 63e9 == 8 * shared.host.out
+    assert alone.offloadable and alone.host.values == offloadable_values(graph)
+    with pytest.raises(ogc.InputError, match="cannot be measured here; give bandwidth= in bytes per second, or a link"):
+        ogc.with_host(graph)
+    with pytest.raises(ogc.InputError, match=r"must be a Graph that ogc\.parse made"):
+        ogc.with_host(model)
 
 
 def test_bandwidths_are_measured_once_for_a_folder(tmp_path):

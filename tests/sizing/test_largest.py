@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 import torch
-from helpers import chain
+from helpers import assert_same_step, chain
 from test_needs import Network
 from torch import nn
 from torch.nn import functional as F
@@ -42,6 +42,19 @@ def used_by_a_step(model, run, number):
 
     step()
     return fixed_needs(model, inputs, optimizer, gradients="kept").fixed + peak_bytes(step, "cpu")
+
+
+@pytest.mark.full
+def test_a_host_carries_a_larger_batch_in_as_much_time(tmp_path):
+    """Its step runs, with the plain model's bits, within what the device has."""
+    model, room = Network(), 12 * 2**20
+    given = {"make_loss": loss_for, "gradients": "kept", "device_memory": room, "max_overhead": 0.1}
+    alone = ogc.largest_batch(model, images, profile="estimate", **given)
+    found = ogc.largest_batch(model, images, profile="estimate", offload=tmp_path, bandwidth=2e10, **given)
+    assert found.size > 1.1 * alone.size and found.plan.offloaded and found.plan.overhead <= 0.1
+    optimised, inputs = ogc.apply(model, found.graph, found.plan), images(found.size)
+    assert_same_step(optimised, model, inputs, loss=loss_for(found.size))
+    assert used_by_a_step(model, optimised, found.size) <= 1.01 * room
 
 
 @pytest.mark.full

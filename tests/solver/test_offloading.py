@@ -1,6 +1,8 @@
 """The search over what is kept, recomputed and offloaded: against brute force, a recurrence on chains, and without."""
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from math import inf
 
@@ -11,6 +13,7 @@ from offload_oracles import UNITS, chain_seconds, every_plan, least_wait
 import ogc
 from ogc.plan import Decisions
 from ogc.plan.fast import Replay
+from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import plain_peak
 from ogc.solver.offloading.timing import timed
 
@@ -128,7 +131,55 @@ def test_a_host_has_so_much_memory(memory):
             ogc.make_plan(graph, free.decisions)
 
 
-def test_goals_without_a_budget_offload_nothing():
-    graph = replace(chain([8] * 12), host=ogc.Host(8.0, 8.0))
-    for goal in ({}, {"memory_budget": "least"}, {"max_overhead": 0.2}):
-        assert not ogc.solve(graph, **goal).offloaded
+GOALS = ({}, {"memory_budget": "least"}, {"max_overhead": 0.2}, {"max_overhead": 0.05})
+
+
+@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("goal", GOALS, ids=str)
+def test_a_host_never_raises_the_peak_of_what_takes_so_long(goal, seed):
+    graph, most = random_graph(seed, 20), goal.get("max_overhead", 1 / 3 if not goal else inf)
+    alone = ogc.solve(replace(graph), **goal)
+    for rate in (0.5, 50.0):
+        plan = ogc.solve(replace(graph, host=ogc.Host(rate, rate)), **goal)
+        cost = ogc.simulate(graph if not plan.offloaded else plan.graph, plan)
+        assert (cost.peak_bytes, cost.added_seconds) == (plan.peak_bytes, plan.added_seconds)
+        assert plan.peak_bytes <= alone.peak_bytes
+        assert not plan.offloaded or plan.overhead <= most + 1e-9
+
+
+@pytest.mark.parametrize("goal", GOALS[2:], ids=str)
+def test_quick_copies_lower_the_peak_that_a_time_allows(goal):
+    """A chain on whose time copies of all values take a quarter."""
+    graph = chain([8] * 16)
+    alone, plan = ogc.solve(graph, **goal), ogc.solve(replace(graph, host=ogc.Host(16.0, 16.0)), **goal)
+    assert plan.offloaded and plan.peak_bytes < 0.8 * alone.peak_bytes
+    curve = ogc.frontier(replace(graph, host=ogc.Host(16.0, 16.0)))
+    assert sum(bool(one.offloaded) for one in curve.plans) >= 2
+
+
+def test_no_operation_runs_more_than_twice_where_nothing_is_asked_for():
+    graph = replace(random_graph(3, 20), host=ogc.Host(20.0, 20.0))
+    plan = ogc.solve(graph)
+    runs = Schedule(graph, plan.decisions).runs
+    assert max(Counter(t for run in runs for t in run.program).values()) <= 2
+
+
+@pytest.mark.parametrize("seed", seeds(2, 8))
+def test_the_curve_with_a_host_is_nowhere_above_the_one_without(seed):
+    graph = random_graph(seed, 20)
+    alone, curve = ogc.frontier(graph), ogc.frontier(replace(graph, host=ogc.Host(20.0, 20.0)), budgets=[0.6])
+    ahead = list(itertools.pairwise(curve.plans))
+    assert all(a.peak_bytes < b.peak_bytes and a.added_seconds >= b.added_seconds for a, b in ahead)
+    for one in alone.plans:
+        below = [plan.added_seconds for plan in curve.plans if plan.peak_bytes <= one.peak_bytes]
+        assert min(below) <= one.added_seconds + 1e-9
+
+
+def test_goals_of_one_graph_do_not_contradict_each_other():
+    """The peak that a time has is within that time as a budget, and the other way round."""
+    graph = replace(random_graph(5, 20), host=ogc.Host(20.0, 20.0))
+    quick = ogc.solve(graph, max_overhead=0.1)
+    assert quick.offloaded
+    small = ogc.solve(graph, memory_budget=quick.peak_bytes)
+    assert small.added_seconds <= quick.added_seconds
+    assert ogc.solve(graph, max_overhead=small.overhead).peak_bytes <= small.peak_bytes

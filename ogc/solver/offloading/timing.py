@@ -43,14 +43,16 @@ def _left(profile: Profile, away: list[int], budget: int) -> tuple[dict[int, int
     gone: dict[int, int] = {}
     queue: list[tuple[float, int]] = []  # when copies end, in this order, and their values
     waited = free = 0.0
-    absent = 0
-    for t in range(graph.end + 1):
+    absent, end_of_forward = 0, graph.end
+    for t in range(end_of_forward + 1):
+        if not queue and t not in asked:
+            continue
         now = starts[t] + waited
         for v in asked.get(t, ()):
             free = max(now, free) + sizes[v] / graph.host.out
             queue.append((free, v))
         for end, v in list(queue):
-            is_wanted = t == graph.end or (t < len(bytes_of_step) and bytes_of_step[t] - absent > budget)
+            is_wanted = t == end_of_forward or (t < len(bytes_of_step) and bytes_of_step[t] - absent > budget)
             if last_uses[v] < t and (end <= now or is_wanted):
                 waited, now = waited + max(0.0, end - now), max(now, end)
                 gone[v], absent = t, absent + sizes[v]
