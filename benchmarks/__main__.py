@@ -25,7 +25,7 @@ import torch
 
 import ogc
 
-from . import ablation, doors, hollow, instances, layers, polished, sizes, summaries
+from . import ablation, doors, hollow, instances, layers, offloaded, polished, sizes, summaries
 from .arguments import positive
 from .experiments import EXPERIMENTS, NOT_INSTALLED, TINY, Experiment, measured
 from .items import items_of
@@ -42,6 +42,7 @@ QUESTIONS: dict[str, tuple[Sequence[str], Callable[[str, Results], None], Callab
     "hollow": (hollow.NAMES, hollow.add_row, summaries.predicted),
     "instances": (list(instances.INSTANCES), instances.add_row, summaries.instances),
     "layers": (layers.LAYERS, layers.add_row, summaries.layers),
+    "offloaded": (list(offloaded.NETWORKS), offloaded.add_row, summaries.offloaded),
     "polished": (list(polished.NETWORKS), polished.add_rows, summaries.polished),
     "sizes": (list(sizes.NETWORKS), sizes.add_row, summaries.sizes),
 }

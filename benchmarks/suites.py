@@ -112,6 +112,7 @@ FULL = (
     Run("hollow", "-m benchmarks hollow", "hollow.json"),
     Run("instances", "-m benchmarks instances", "instances.json"),
     Run("layers", "-m benchmarks layers", "layers.json"),
+    Run("offloaded", "-m benchmarks offloaded", "offloaded.json"),
     alone(
         "devices",
         "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
@@ -148,6 +149,7 @@ QUICK = (
     Run("compiled", "-m benchmarks compiled pointwise --rounds 1", "compiled.json"),
     Run("families", "-m benchmarks families fno_3d --rounds 1", "families.json"),
     Run("sizes", "-m benchmarks sizes messages", "sizes.json"),
+    Run("offloaded", "-m benchmarks offloaded unet", "offloaded.json"),
     Run("hollow", "-m benchmarks hollow resnet18", "hollow.json"),
     Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "128MiB"), "largest/cpu.json"),
     Run("time", "-m benchmarks time --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),

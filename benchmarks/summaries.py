@@ -456,6 +456,27 @@ def sizes(runs: Sequence[Data]) -> str:
     return table("model | sizes | first two | first call at a later size | next calls | of 200 steps", cells)
 
 
+def offloaded(runs: Sequence[Data]) -> str:
+    """A row for each network, with the time that each GPU adds in as much memory as checkpointed blocks."""
+    rows = [row for run in runs for row in run["rows"]]
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    cells = []
+    for name in dict.fromkeys(row["arch"] for row in rows):
+        found = {row["gpu"]: row for row in rows if row["arch"] == name}
+        first = found[gpus[0]]
+        cells.append([
+            *(name, mib(first["plain_bytes"]), mib(first["blocks_bytes"])),
+            *(
+                f"{row['blocks_overhead']:+.0%} / {row['alone_overhead']:+.0%} / **{row['overhead']:+.0%}**"
+                f", {mib(row['offloaded_bytes'])}"
+                for row in map(found.__getitem__, gpus)
+            ),
+        ])  # fmt: skip
+    apart = max((abs(row["hollow_bytes"] / row["peak_bytes"] - 1) for row in rows), default=0.0)
+    told = f"\nHollow runs of the last plans: peaks as promised within {apart:.2%}.\n" if rows else ""
+    return table(f"model | plain MiB | MiB | {' | '.join(gpus)}", cells) + told
+
+
 def doors(runs: Sequence[Data]) -> str:
     """How many networks come through each front end, and which are refused or differ."""
     rows = [row for run in runs for row in run["rows"] if "jit" in row]

@@ -105,6 +105,7 @@ class _HollowStep:
         for tensor in trained:
             tensor.grad = torch.zeros_like(tensor) if is_kept else None
         self.allocations = _Peak(gpu)
+        self.home = _Nowhere() if plan.offloaded else None
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -117,7 +118,7 @@ class _HollowStep:
         args, kwargs = self.program.inputs.rebuild(self.inputs)
         if self.is_plain:
             return plain_forward(self.model)(*args, **kwargs)
-        step = Step(self.model, self.code.runs, self.bound, (), flags())
+        step = Step(self.model, self.code.runs, self.bound, (), flags(), self.home)
         return self.program.outputs.deliver(self.code.forward(step, *self.inputs, *self.bound), args, kwargs)
 
     def on_another_thread(self, backward: Callable[[], None]) -> None:
@@ -131,6 +132,39 @@ class _HollowStep:
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(run).result()
+
+
+class _Nowhere:
+    """Where offloaded values go: copies take no time, and one back has memory from its start, as on a GPU."""
+
+    def __init__(self) -> None:
+        self.told = set[str]()
+
+    def out(self, data: torch.Tensor) -> _Gone:
+        return _Gone(data.nbytes)
+
+
+@dataclass
+class _Gone:
+    """A copy out of so many bytes."""
+
+    nbytes: int
+
+    def wait(self) -> None:
+        """It has ended."""
+
+    def back(self) -> _Returned:
+        return _Returned(torch.empty(self.nbytes, dtype=torch.uint8, device="meta"))
+
+
+@dataclass
+class _Returned:
+    """A copy back."""
+
+    data: torch.Tensor
+
+    def wait(self) -> None:
+        """It has ended."""
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

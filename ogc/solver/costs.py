@@ -64,6 +64,10 @@ class Costs:
         seconds = self.seconds[:, pairs[0], pairs[1]]
         return replace(self, cuts=self.cuts[chosen], kept=kept, local=local, seconds=seconds)
 
+    def staying(self, share: float) -> Costs:
+        """The costs where a share of what is kept stays in the device's memory, and the rest is offloaded."""
+        return replace(self, kept=np.where(self.kept < NEVER, (share * self.kept).astype(np.int64), NEVER))
+
     def undominated(self) -> Costs:
         """The costs without modes in vain: another is faster with no more bytes, or as fast and before it."""
         kept, local, seconds = self.kept, self.local.copy(), self.seconds

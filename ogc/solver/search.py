@@ -144,9 +144,14 @@ class CutSearch:
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
         return level.fastest(least, ROUGH_LABELS, SLACK[2:])
 
-    def fastest(self, peak: int, labels: int) -> tuple[Segment, ...] | None:
-        """The fastest plan for ``peak`` bytes, with so many labels in all, or None if nothing fits."""
+    def fastest(self, peak: int, labels: int, staying: float = 1.0) -> tuple[Segment, ...] | None:
+        """The fastest plan for ``peak`` bytes, with so many labels in all, or None if nothing fits.
+
+        Of what it keeps for the backward, such a share is ``staying`` in the device's memory.
+        """
         table = self._table(peak) if self.nested else None
+        if staying < 1.0:
+            return OuterLevel(self._costs.staying(staying), table).fastest(peak, labels)
         if self.level is None or self.level.table is not table:
             self.level = OuterLevel(self._costs, table)
         return self.level.fastest(peak, labels)
@@ -300,17 +305,19 @@ class Search:
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
-        self.roughly(peaks)
-        if self._some_cuts is not self._all_cuts:
-            self.roughly(peaks, self._around(front_of(self.seen.values())))
+        sweeps = 1 if self._some_cuts is self._all_cuts else 2
+        for sweep in range(sweeps):
+            cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
+            for peak in peaks:  # descending: a table serves those below
+                self._at(int(peak), cuts, ROUGH_LABELS)
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
 
-    def roughly(self, peaks: Iterable[float], cuts: CutSearch | None = None) -> None:
-        """Look once for a plan within each peak; they descend, as a table serves those below."""
-        for peak in peaks:
-            self._at(int(peak), cuts or self._some_cuts, ROUGH_LABELS)
+    def offloading(self, peak: int, shares: Sequence[float]) -> None:
+        """Look for plans that peak at ``peak`` where such shares of what they keep for the backward stay."""
+        for share in shares:
+            self._at(peak, self._some_cuts, ROUGH_LABELS, share)
 
     @property
     def found(self) -> Iterable[Candidate]:
@@ -375,10 +382,10 @@ class Search:
     def _kinds(self) -> Ints:
         return alike(self.graph, self._all_cuts.cuts)
 
-    def _at(self, peak: int, cuts: CutSearch, labels: int = LABELS) -> Candidate | None:
+    def _at(self, peak: int, cuts: CutSearch, labels: int = LABELS, staying: float = 1.0) -> Candidate | None:
         """The fastest plan for ``peak`` between some cuts, or None if nothing fits."""
         tell_stage(f"search within {peak / MIB:.1f} MiB")
-        segments = cuts.fastest(peak, labels)
+        segments = cuts.fastest(peak, labels, staying)
         try:
             return None if segments is None else self._weigh(segments)
         except PlanError:  # what the user told to recompute, from further back than was counted
@@ -441,12 +448,12 @@ class VariantSearch:
             limit = seconds - (found[-1].seconds - candidate.seconds)  # less than what this one takes
         return min((c for c in found if c.seconds <= seconds), default=None)
 
-    def roughly(self, peaks: Iterable[float]) -> None:
-        """Look once for a plan within each peak, and with the economical variants where these would lower one."""
-        peaks = list(peaks)
-        self.own.roughly(peaks)
+    def offloading(self, peak: int, shares: Sequence[float]) -> None:
+        """Look for plans that peak at ``peak`` where such shares of what they keep for the backward stay."""
+        if max(self.own.graph.operation_bounds) <= peak:
+            self.own.offloading(peak, shares)
         if any(map(self._variants_lower, self.own.found)):
-            self.economical.roughly(peaks)
+            self.economical.offloading(peak, shares)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""

@@ -239,8 +239,11 @@ to the best of them others are tried, in turn, and budgets whose plans are looke
 WORTH_MOVES = 1e-3
 """Share of the plain step that a plan which offloads has to add for moves to be tried."""
 
+MOST_OVER = 2
+"""Times what can leave in a forward that a plan may have over the budget to be looked at: operations wait for more."""
+
 LOOSER = 4
-"""Budgets between the one that is asked for and the plain peak, whose plans are looked for to offload what is over."""
+"""How many plans are looked for that keep more than a budget, of which they offload what is over."""
 
 HALVINGS, NEAR = 6, 1.01
 """How often a budget is halved, in logarithms, to find the least at which a plan that offloads takes no longer than it
@@ -298,17 +301,20 @@ class _Offloading:
         self.graph, self.known, self.costs = graph, known, Replay(graph)
         self.moves = max(moves // SLOWER_BY_OFFLOADS, min(moves, OFFLOADING_TIMES_OPERATIONS // len(graph)))
         self.whole = weigh(self.costs, Decisions((saved(0, len(graph)),)))
+        assert graph.host is not None
+        self.leaving = int(graph.host.out * sum(op.forward_seconds for op in graph.operations))
 
     def learn_looser(self, budget: int) -> None:
-        """Look for plans within some budgets between this one and the plain peak."""
+        """Look for plans that keep more than a budget allows, by up to what can leave in a forward."""
         if not is_late():
             search = search_of(self.graph)
-            search.roughly(np.geomspace(plain_plan(self.graph).peak_bytes, budget, LOOSER + 2)[1:-1])
+            search.offloading(budget, [budget / (budget + n * self.leaving / LOOSER) for n in range(1, LOOSER + 1)])
             self.known.learn(search.found)
 
     def within(self, budget: int, plans: Iterable[Candidate]) -> Candidate | None:
         """The fastest plan within a budget that offloads what one of these has too much, without a local search."""
-        return offloading(self.costs, [*plans, self.whole], budget)
+        most = budget + MOST_OVER * self.leaving
+        return offloading(self.costs, (plan for plan in (*plans, self.whole) if plan.peak_bytes <= most), budget)
 
     def fastest(self, aim: Aim) -> Candidate | None:
         """The fastest plan within the budget."""

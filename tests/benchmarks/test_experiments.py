@@ -11,7 +11,7 @@ from torch import nn
 
 import ogc
 from benchmarks import __main__ as command
-from benchmarks import hollow, items, measuring, sizes
+from benchmarks import hollow, items, measuring, offloaded, sizes
 from benchmarks.ablation import in_another_order, without
 from benchmarks.cases import CASES, Numbers, Tokens, llama, with_labels
 from benchmarks.experiments import (
@@ -32,7 +32,7 @@ from benchmarks.experiments import (
 from benchmarks.losses import mean_square
 from benchmarks.measuring import Seconds, in_turn
 from benchmarks.networks.transformers import Gpt2
-from benchmarks.results import CheckFailed, Results
+from benchmarks.results import CheckFailed, Impossible, Results
 from benchmarks.row import Row
 from benchmarks.summaries import timing
 from benchmarks.timing import draw, findings, summary
@@ -62,6 +62,20 @@ def test_the_median_of_ratios_is_not_the_ratio_of_medians():
     assert found.paid == pytest.approx(1.0)  # of 2, 3 and 1.2; medians are 3 and 2.5
     assert found.quartiles == pytest.approx((0.6, 1.5))
     assert Seconds([1.5], [1.0]).quartiles == (0.5, 0.5)
+
+
+@pytest.mark.full
+def test_offloading_stands_beside_checkpointed_blocks_in_as_much_memory():
+    def blocks():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)))
+
+    network = offloaded.Network(blocks, lambda: torch.zeros(4096, 256, dtype=torch.bfloat16), r"\d+")
+    row = offloaded.row_of(network, "H100")
+    assert row["overhead"] <= row["alone_overhead"] <= row["blocks_overhead"] and row["blocks_overhead"] > 0.2
+    assert max(row["peak_bytes"], row["alone_bytes"]) <= row["blocks_bytes"] < 0.5 * row["plain_bytes"]
+    assert row["hollow_bytes"] == pytest.approx(row["peak_bytes"], rel=0.005)
+    with pytest.raises(Impossible, match="no module is named like layers"):
+        offloaded.row_of(replace(network, blocks="layers"), "H100")
 
 
 def test_sizes_are_held_against_the_plain_model_bit_by_bit(monkeypatch):

@@ -18,6 +18,8 @@ from benchmarks.instances import CARD, GIB
 from benchmarks.layers import OVERHEAD
 from benchmarks.measuring import MIB
 from benchmarks.networks.search_space import NETWORKS
+from benchmarks.offloaded import GPUS
+from benchmarks.offloaded import NETWORKS as OFFLOADED
 from benchmarks.polished import GOALS, above
 from benchmarks.results import write_json
 from benchmarks.row import Row, with_verdicts
@@ -25,13 +27,13 @@ from benchmarks.running import CPU_BATCH_SIZE
 from benchmarks.sizes import NETWORKS as SIZES
 from benchmarks.suites import FULL, RESULTS, ROOT, SUITES
 from benchmarks.summaries import beating, families, of_theirs, quicker_within, reason, rows_of, zoo
-from benchmarks.tables import document, files, inserted, of_many_sizes, on_gpus, on_many_devices, rows
+from benchmarks.tables import document, files, inserted, of_many_sizes, on_gpus, on_many_devices, rows, with_offloads
 from benchmarks.timing import MEDIAN_OFF, OF_BLOCKS_MEAN, WORST_OFF, over_blocks
 from ogc.plan.simulate import plain_peak
 
-TEXT, DEVICES, CUDA, PLANS, TRAINING = (
+TEXT, DEVICES, CUDA, PLANS, TRAINING, OFFLOAD = (
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("results", "devices", "cuda", "plans", "training")
+    for name in ("results", "devices", "cuda", "plans", "training", "offload")
 )
 BY_FILE = {run["file"]: run for run in files("**/*.json")}
 OF_WAYS = ("cpu_", "cuda_", "compare/", "time/", "families", "compiled", "logits")
@@ -44,6 +46,7 @@ def test_the_documents_are_those_of_the_results():
         (inserted(CUDA, *on_gpus()), CUDA),
         (inserted(DEVICES, on_many_devices()), DEVICES),
         (inserted(TRAINING, of_many_sizes()), TRAINING),
+        (inserted(OFFLOAD, with_offloads()), OFFLOAD),
     ):
         assert found == page, "run python -m benchmarks.tables"
     assert len(TEXT.encode()) <= 15_000
@@ -174,6 +177,17 @@ def test_what_fits_was_measured_to_stay_within_the_device():
 def test_many_devices():
     found = BY_FILE["devices.json"]["rows"]
     assert len(found) == 3 and all(row["is_plain"] and row["batch_size"] == 8 for row in found)
+
+
+def test_offloading_never_takes_longer_and_long_sequences_gain_the_most():
+    found = BY_FILE["offloaded.json"]["rows"]
+    assert {(row["arch"], row["gpu"]) for row in found} == {(n, gpu) for n in OFFLOADED for gpu in GPUS}
+    for row in found:
+        assert row["overhead"] <= row["alone_overhead"] <= row["blocks_overhead"]
+        assert row["peak_bytes"] <= row["blocks_bytes"]
+        assert row["hollow_bytes"] == pytest.approx(row["peak_bytes"], rel=0.005)
+    share = {row["arch"]: row["overhead"] / row["alone_overhead"] for row in found}
+    assert max(share[name] for name in ("llama_8b, 8k", "llama_8b, 128k")) < 0.5
 
 
 def test_a_new_size_takes_less_than_a_plain_step_more_than_a_known_one():

@@ -164,7 +164,7 @@ def chain(length=7, seed=0):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("count", [2, 6])
-def test_no_plan_of_one_level_is_better(count, seed, free_runtime):
+def test_no_plan_of_one_level_is_better(count, seed, free_runtime, all_moves):
     """All ways to cut a chain and to recompute or save each segment."""
     graph = replace(chain(seed=seed), in_flight=count)
     inner, costs = graph.cuts[1:-1], fast.Replay(graph)

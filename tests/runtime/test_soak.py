@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import random
 import resource
+import time
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +23,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
+from ogc.runtime import runner
+from ogc.runtime.copies import Away
 from ogc.runtime.frame import Frame, Step
 from ogc.runtime.runner import SHAPES
 
@@ -263,10 +267,20 @@ def collected() -> int:
     return sum(type(one) in (Frame, Step) for one in gc.get_objects())
 
 
+GOALS = {"recomputes": {"memory_budget": "least"}, "offloads": {"memory_budget": 0.6, "bandwidth": 1e12}}
+
+
 @pytest.mark.parametrize("steps", [150, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("does", GOALS)
 @pytest.mark.full
-def test_everything_happens_and_nothing_is_left(steps, living):
+def test_everything_happens_and_nothing_is_left(does, steps, living, tmp_path, monkeypatch):
+    """Also of what was offloaded: places in the file, threads of copies and the file itself."""
     frames, opened = living
+    goal, homes = dict(GOALS[does]), []
+    if does == "offloads":
+        goal["offload"], makes = tmp_path, runner.home_at
+        monkeypatch.setattr(runner, "home_at", lambda *place: homes.append(makes(*place)) or homes[-1])
+        monkeypatch.setattr(Away, "leave", lambda away, leave=Away.leave: opened.append(1) or leave(away))
     gc.collect()
     others = collected()  # of tests before this one, whose tracebacks hold them
     tracked: list[tuple[int, int]] = []
@@ -279,6 +293,7 @@ def test_everything_happens_and_nothing_is_left(steps, living):
     def compare(number: int, life: Life) -> None:
         assert not frames, f"after step {number}"
         if number % 10 == 0:
+            gc.collect()
             assert collected() <= others
             found = {**life.model.state_dict(), "random state": torch.get_rng_state()}
             for name, tensor in expected[number // 10].items():
@@ -286,9 +301,7 @@ def test_everything_happens_and_nothing_is_left(steps, living):
             tracked.append((tensors(), resident_bytes()))
 
     plain, happened = live(lambda model: model, steps, note)
-    ours, happened_too = live(
-        lambda model: ogc.optimize(model, torch.randn(8, 3, 8, 8), memory_budget="least"), steps, compare
-    )
+    ours, happened_too = live(lambda model: ogc.optimize(model, torch.randn(8, 3, 8, 8), **goal), steps, compare)
     assert happened == happened_too and set(happened) == {"step", *HAPPENINGS}
     assert ours.losses == plain.losses and len(ours.losses) > steps / 2
     assert len(opened) > steps / 2
@@ -296,6 +309,23 @@ def test_everything_happens_and_nothing_is_left(steps, living):
     half = len(tracked) // 2  # by then most kinds of calls have been planned for
     assert counts[-1] <= counts[half] + 120, counts
     assert sizes[-1] <= sizes[half] + 32 * 2**20, sizes
+    assert bool(homes) == (does == "offloads")
+    gc.collect()
+    files = [file for home in homes for file in home.files.values()]
+    assert all(sum(size * len(places) for size, places in f.free.items()) == f.end <= 2**24 for f in files)
+    handles, running = [file.file for file in files], threads()
+    homes.clear(), files.clear()
+    del ours
+    for _ in range(200):  # the threads end by themselves
+        gc.collect()
+        if threads() <= running - 2 * len(handles):
+            break
+        time.sleep(0.05)
+    assert threads() <= running - 2 * len(handles) and all(handle.closed for handle in handles)
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def test_what_a_step_returns_dies_with_it(living):
@@ -318,6 +348,24 @@ def test_what_a_step_returns_dies_with_it(living):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("when", ["while it is planned anew", "while it is planned"])
+def test_a_model_whose_forward_failed_can_go(when):
+    """What autograd's graph of that forward holds is out of sight of the garbage collector."""
+
+    def failing():
+        model = Net()
+        sample = torch.randn(8, 3, 8, 8)
+        run = ogc.optimize(model, sample, memory_budget="least") if when.endswith("anew") else ogc.optimize(model)
+        run.blocks[2].register_forward_hook(lambda *_: interrupt(_))
+        with pytest.raises(Interrupted):
+            run(sample)
+        return [weakref.ref(one) for one in (model, run, *model.parameters())]
+
+    gone = failing()
+    gc.collect()
+    assert not [one() for one in gone if one() is not None]
+
+
 def test_calls_that_fail_make_no_plan_go(living):
     """However many kinds of them there are; and new kinds of calls are planned for afterwards."""
     model = Net()

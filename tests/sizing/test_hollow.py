@@ -86,6 +86,17 @@ def test_plans_for_cuda_peak_as_promised(name, gradients, goal, request):
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("goal", [{"memory_budget": 0.7}, {"max_overhead": 0.05}, {}], ids=str)
+@pytest.mark.parametrize("name", ["densenet121", "words", "squeezenet1_1"])
+def test_plans_that_offload_peak_as_promised(name, goal):
+    model, graph = parsed(name, "kept")
+    graph = ogc.with_host(graph, bandwidth=1e12)
+    plan = ogc.solve(graph, **goal)
+    assert plan.offloaded
+    assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
+
+
 @pytest.mark.parametrize("name", ["linear", "in places", "frozen"])
 def test_kernels_that_allocate_nothing_unseen_peak_as_the_allocator_says(name):
     """The same plan on a CPU, of operators that CUDA runs as a CPU does."""

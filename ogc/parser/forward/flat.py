@@ -161,7 +161,10 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
     """Gradients are on, but nothing is kept for a backward: memory is that of inference.
 
     ``told`` is called with each tensor that would be saved; ``where`` gives the name of the module that is running.
+    Autograd's graph holds ``unpack``, out of sight of the garbage collector. What ``where`` holds may hold that graph, so
+    it is let go of in the end.
     """
+    asked = [where]
 
     @untraced
     def pack(tensor: torch.Tensor) -> None:
@@ -171,20 +174,25 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
         raise OpaqueError(
             "the model runs a backward pass inside its forward, which cannot be recorded; put it into a submodule of "
             "its own",
-            {where(): "runs a backward pass"},
+            {"".join(name() for name in asked): "runs a backward pass"},
         )
 
-    with saved_tensors_hooks(pack, unpack), torch.enable_grad():
-        yield
+    try:
+        with saved_tensors_hooks(pack, unpack), torch.enable_grad():
+            yield
+    finally:
+        asked.clear()
 
 
 @contextmanager
 def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
     """Tensors saved inside are there for a backward that is run inside, and gone afterwards; ``told`` hears of each."""
     saved: list[torch.Tensor] = []
-    with saving(saved, told):
-        yield saved
-    saved.clear()
+    try:
+        with saving(saved, told):
+            yield saved
+    finally:
+        saved.clear()
 
 
 def saving(saved: list[torch.Tensor], told: Pack = id, asked: Callable[[], object] = int) -> saved_tensors_hooks:
