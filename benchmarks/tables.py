@@ -87,7 +87,7 @@ NEW = (
     *("Against the published figures", "How good plans are", "Equal layers", "At small overheads"),
     "Time: promised and paid",
 )
-BEFORE = f"Made before plans were improved by local search: all but *{'*, *'.join(NEW)}*."
+BEFORE = f"By an earlier search: all but *{'*, *'.join(NEW)}*."
 """What is not yet made again by the search of today, which needs no more memory or time."""
 
 
@@ -99,10 +99,10 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
     lines = [
         "# Results",
         "",
-        "Made by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
+        "By `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
         f"`{_command(suite)}` makes all again, with what stands below a section that one.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
-        "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
+        "what was allocated before it, in MiB. *More FLOPs* are those of the whole step, by",
         "PyTorch's counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
         "gradients, buffers and the random stream were compared with the plain model's, bit by bit unless it says",
         "otherwise.",
@@ -185,8 +185,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Against the published figures",
         "cpu_published*.json",
-        "Feng & Huang's eighteen rows (CVPR 2021) at their batch sizes: our least peak within their overhead, which "
-        "was measured on a GPU and which we count in FLOPs and in simulated time, whichever is more. Last: what "
+        "Feng & Huang's eighteen rows (CVPR 2021) at their batch sizes: our least peak within their overhead, theirs "
+        "measured on a GPU, ours in FLOPs or in simulated time, whichever is more. Last: what "
         "our fastest plan within the published memory recomputes.",
         summaries.published,
     ),

@@ -61,7 +61,7 @@ def test_every_file_is_one_that_a_suite_writes_and_that_a_document_says_how_to_m
     assert full <= BY_FILE.keys() <= full | cuda
     for run in FULL:
         said = rf"`(python benchmark.py --suite full )?--only[^`]* {run.name}\b"
-        assert re.search(said, TEXT + DEVICES + CUDA), run.name
+        assert re.search(said, TEXT + DEVICES + CUDA + TRAINING + OFFLOAD), run.name
 
 
 def test_every_file_has_what_its_run_measures():

@@ -161,8 +161,8 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
     """Gradients are on, but nothing is kept for a backward: memory is that of inference.
 
     ``told`` is called with each tensor that would be saved; ``where`` gives the name of the module that is running.
-    Autograd's graph holds ``unpack``, out of sight of the garbage collector. What ``where`` holds may hold that graph, so
-    it is let go of in the end.
+    Autograd's graph holds ``unpack``, out of sight of the garbage collector. What ``where`` holds may hold that graph,
+    so it is let go of in the end.
     """
     asked = [where]
 
