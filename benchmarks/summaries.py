@@ -468,13 +468,13 @@ def offloaded(runs: Sequence[Data]) -> str:
             *(name, mib(first["plain_bytes"]), mib(first["blocks_bytes"])),
             *(
                 f"{row['blocks_overhead']:+.0%} / {row['alone_overhead']:+.0%} / **{row['overhead']:+.0%}**"
-                f", {mib(row['offloaded_bytes'])}"
+                f", {mib(row['offloaded_bytes'])} MiB"
                 for row in map(found.__getitem__, gpus)
             ),
         ])  # fmt: skip
     apart = max((abs(row["hollow_bytes"] / row["peak_bytes"] - 1) for row in rows), default=0.0)
-    told = f"\nHollow runs of the last plans: peaks as promised within {apart:.2%}.\n" if rows else ""
-    return table(f"model | plain MiB | MiB | {' | '.join(gpus)}", cells) + told
+    told = f"\nHollow runs of the plans with offloading peak as promised, within {apart:.2%}.\n" if rows else ""
+    return table(f"model | plain MiB | blocks | {' | '.join(gpus)}", cells) + told
 
 
 def doors(runs: Sequence[Data]) -> str:
