@@ -77,12 +77,12 @@ FEW_MOVES = 300
 
 @pytest.fixture(autouse=True)
 def few_moves(request, monkeypatch):
-    """The search is short, but for tests of how good plans are: in the folders of plans and solvers, slow ones, and
-    those that ask for ``all_moves``.
+    """The search is short, but for tests of how good plans are: in the folders of plans, solvers and compiled graphs,
+    slow ones, and those that ask for ``all_moves``.
     """
     folder = request.path.relative_to(Path(__file__).parent).parts[0]
     is_slow = request.node.get_closest_marker("slow") is not None
-    if not (folder in ("plan", "solver") or is_slow or "all_moves" in request.fixturenames):
+    if not (folder in ("plan", "solver", "compiling") or is_slow or "all_moves" in request.fixturenames):
         monkeypatch.setitem(EFFORTS, 1, FEW_MOVES)
 
 

@@ -77,7 +77,7 @@ def parsed(name, gradients):
     ("gradients", "goal"), [*(("kept", goal) for goal in GOALS), ("none", "least"), ("none", "fair")]
 )
 @pytest.mark.parametrize("name", NETWORKS)
-def test_plans_for_cuda_peak_as_promised(name, gradients, goal, request):
+def test_plans_for_cuda_peak_as_promised(name, gradients, goal, request, all_moves):
     if (name, gradients, goal) in TOO_MUCH:
         request.applymarker(pytest.mark.xfail(reason="sums of a bias's gradient", strict=True))
     model, graph = parsed(name, gradients)
