@@ -108,7 +108,6 @@ FULL = (
     alone("logits", "-m benchmarks logits", "logits.json"),
     alone("compiled", "-m benchmarks compiled --rounds 41", "compiled.json"),
     alone("families", "-m benchmarks families --rounds 5", "families.json"),
-    alone("partitioned", "-m benchmarks partitioned --rounds 9", "partitioned.json"),
     alone("sizes", "-m benchmarks sizes", "sizes.json"),
     Run("hollow", "-m benchmarks hollow", "hollow.json"),
     Run("instances", "-m benchmarks instances", "instances.json"),

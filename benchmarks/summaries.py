@@ -266,30 +266,6 @@ def side_by_side(runs: Sequence[Data]) -> str:
     return table(" | ".join(["way", *networks, "most a gradient is off"]), cells) if cells else ""
 
 
-def partitioned(runs: Sequence[Data]) -> str:
-    """Each way side by side, and ours beside theirs: least peaks, time within their memory and until a first step."""
-    found = [row for row in rows_of(runs) if not row.reason]
-    networks = [[row for row in found if row.arch == arch] for arch in dict.fromkeys(row.arch for row in found)]
-    if not networks:
-        return side_by_side(runs)
-
-    def least(rows: Sequence[Row], is_ours: bool) -> int:
-        return min(row.peak_bytes for row in rows if row.is_ours == is_ours and row.way != "plain")
-
-    def first(rows: Sequence[Row]) -> float:
-        """Seconds until the first step, over those of torch.compile."""
-        (plain,) = (row.planning_seconds for row in rows if row.way == "compiled")
-        return median(row.planning_seconds for row in rows if row.is_ours) / plain
-
-    ratio_of = [least(rows, True) / least(rows, False) for rows in networks]
-    ahead = [f"{way} of {rows[0].arch}" for rows in networks for way in quicker_within(rows) if way != "plain"]
-    return side_by_side(runs) + (
-        f"\nOur least peak over their least: {geometric_mean(ratio_of):.2f} (geometric mean). Until the first step, "
-        f"ours take {geometric_mean(map(first, networks)):.2f} times as long as torch.compile. Of theirs, no plan of "
-        f"ours is as quick in their memory, but for 2 %, as: {', '.join(ahead) or 'none'}.\n"
-    )
-
-
 def families(runs: Sequence[Data]) -> str:
     """A row for each network, with what each way leaves of the plain peak, and what it paid."""
     found = rows_of(runs)

@@ -297,7 +297,6 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
         ROOT / "docs" / "devices.md": (on_many_devices(),),
         ROOT / "docs" / "training.md": (of_many_sizes(),),
         ROOT / "docs" / "offload.md": (with_offloads(),),
-        ROOT / "docs" / "compile.md": (in_torch_compile(),),
     }
     if rows():  # without one every run of it failed
         pages[ROOT / "README.md"] = (markdown(),)
@@ -326,10 +325,6 @@ def of_many_sizes() -> str:
 
 def with_offloads() -> str:
     return summaries.offloaded(files("offloaded.json"))
-
-
-def in_torch_compile() -> str:
-    return summaries.partitioned(files("partitioned.json"))
 
 
 def _timed_on_gpus() -> list[Row]:

@@ -27,26 +27,16 @@ from benchmarks.running import CPU_BATCH_SIZE
 from benchmarks.sizes import NETWORKS as SIZES
 from benchmarks.suites import FULL, RESULTS, ROOT, SUITES
 from benchmarks.summaries import beating, families, of_theirs, quicker_within, reason, rows_of, zoo
-from benchmarks.tables import (
-    document,
-    files,
-    in_torch_compile,
-    inserted,
-    of_many_sizes,
-    on_gpus,
-    on_many_devices,
-    rows,
-    with_offloads,
-)
+from benchmarks.tables import document, files, inserted, of_many_sizes, on_gpus, on_many_devices, rows, with_offloads
 from benchmarks.timing import MEDIAN_OFF, OF_BLOCKS_MEAN, WORST_OFF, over_blocks
 from ogc.plan.simulate import plain_peak
 
-TEXT, DEVICES, CUDA, PLANS, TRAINING, OFFLOAD, COMPILE = (
+TEXT, DEVICES, CUDA, PLANS, TRAINING, OFFLOAD = (
     (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("results", "devices", "cuda", "plans", "training", "offload", "compile")
+    for name in ("results", "devices", "cuda", "plans", "training", "offload")
 )
 BY_FILE = {run["file"]: run for run in files("**/*.json")}
-OF_WAYS = ("cpu_", "cuda_", "compare/", "time/", "families", "compiled", "partitioned", "logits")
+OF_WAYS = ("cpu_", "cuda_", "compare/", "time/", "families", "compiled", "logits")
 ON_CUDA = rows_of([BY_FILE["cuda_published.json"]])
 
 
@@ -57,7 +47,6 @@ def test_the_documents_are_those_of_the_results():
         (inserted(DEVICES, on_many_devices()), DEVICES),
         (inserted(TRAINING, of_many_sizes()), TRAINING),
         (inserted(OFFLOAD, with_offloads()), OFFLOAD),
-        (inserted(COMPILE, in_torch_compile()), COMPILE),
     ):
         assert found == page, "run python -m benchmarks.tables"
     assert len(TEXT.encode()) <= 15_000
@@ -72,7 +61,7 @@ def test_every_file_is_one_that_a_suite_writes_and_that_a_document_says_how_to_m
     assert full <= BY_FILE.keys() <= full | cuda
     for run in FULL:
         said = rf"`(python benchmark.py --suite full )?--only[^`]* {run.name}\b"
-        assert re.search(said, TEXT + DEVICES + CUDA + TRAINING + OFFLOAD + COMPILE), run.name
+        assert re.search(said, TEXT + DEVICES + CUDA + TRAINING + OFFLOAD), run.name
 
 
 def test_every_file_has_what_its_run_measures():
