@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import ogc
 
-from .cases import CASES, Case, with_labels
+from .cases import CASES, Case, Tokens, with_labels
 from .losses import Loss, mean_square, next_words, own_loss
 from .measuring import Run
 from .networks.transformers import Bert
@@ -179,7 +179,9 @@ COMPILED = Experiment(
 
 THEIR_BUDGETS, OUR_SHARES = (0.7, 0.5, 0.3, 0.15, 0.1, 0.05), (0.9, 0.7, 0.5, 0.3, 0.15, 0.1, 0.05)
 COMPILED_BLOCKS = "compiled, blocks"
-SMALL_BERT = partial(Bert, 8192, width=256, heads=4, depth=6)
+SMALL_BERT = replace(
+    CASES["bert_base"], build=partial(Bert, 8192, width=256, heads=4, depth=6), input=Tokens(128, 8192)
+)
 
 
 def _compiled_blocks(trial: Trial) -> Run:
@@ -229,7 +231,7 @@ PARTITIONED = Experiment(
         },
     },
     lambda case, inputs: mean_square,
-    case_of=lambda name: replace(CASES["bert_base"], build=SMALL_BERT) if name == "bert" else CASES[name],
+    case_of=lambda name: SMALL_BERT if name == "bert" else CASES[name],
 )  # fmt: skip
 
 # -- logits -------------------------------------------------------------------------------------------------------

@@ -65,6 +65,17 @@ def test_the_median_of_ratios_is_not_the_ratio_of_medians():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", PARTITIONED.sizes)
+def test_what_is_partitioned_takes_a_step(name):
+    case_name, batch, size = PARTITIONED.sizes[name]
+    case = PARTITIONED.case_of(case_name)
+    inputs, model = case.sample(batch, size, torch.device("cpu")), case.build().train()
+    measuring.step(model, inputs, PARTITIONED.loss(case_name, inputs))
+    assert all(parameter.grad is not None for parameter in list(model.parameters())[:3])
+    assert case.blocks(model) or name == "pointwise"
+
+
+@pytest.mark.full
 def test_offloading_stands_beside_checkpointed_blocks_in_as_much_memory():
     def blocks():
         return nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)))
