@@ -320,7 +320,10 @@ class _Offloading:
         """The fastest plan within the budget."""
         assert aim.budget is not None
         plans = self.known.plans
-        return self._polished(aim.best([self.within(aim.budget, plans), *plans]), aim, self.moves)
+        found = aim.best([self.within(aim.budget, plans), *plans])
+        if found is None:  # one that waits, rather than none
+            found = offloading(self.costs, [*plans, self.whole], aim.budget)
+        return self._polished(found, aim, self.moves)
 
     def least(self, aim: Aim, peak: int, goal: Goal) -> Candidate | None:
         """The plan with the least peak below ``peak`` that takes no longer than it may, by budgets."""

@@ -106,6 +106,8 @@ def test_what_fits_with_a_host_alone_is_found():
     assert solved(graph, 40) is None
     plan = solved(replace(graph, host=ogc.Host(8.0, 8.0)), 40)
     assert plan.offloaded and not plan.recomputed_seconds and not plan.waiting_seconds
+    slow = solved(replace(graph, host=ogc.Host(0.5, 0.5)), 40)
+    assert slow.offloaded and slow.waiting_seconds > slow.step_seconds
     with pytest.raises(ogc.SolveError, match="no plan found peaks at or below"):
         ogc.solve(replace(graph, host=ogc.Host(8.0, 8.0)), memory_budget=9)
 
