@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import ogc
+from ogc.given import memory_bytes
 from ogc.sizing.needs import fixed_needs
-from ogc.solver.goal import memory_bytes
 from ogc.torch_state.allocator import peak_bytes
 
 from .losses import planned_as

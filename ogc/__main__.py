@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import InputError, OgcError, SolveError, optional
+from .given import memory_bytes
 from .graph import MIB, Graph
 from .parser import parse
 from .parser.arguments import device_of
 from .plan import Frontier, Plan, plain_plan
 from .program.program import Gradients, Loss
 from .solver import frontier, solve
-from .solver.goal import memory_bytes
 
 EPILOG = """\
 FACTORY is a function without arguments that returns (model, sample_input) or (model, sample_input, loss), as

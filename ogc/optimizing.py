@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import InputError, optional
+from .given import is_number
 from .in_parts import PartsPlan
 from .parser import Loss, NamesAndTypes, ParseGraph, ParseOptions
 from .parser.arguments import call_arguments, check_model
@@ -28,8 +29,7 @@ from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
 from .runtime.offloading import Bandwidth, Offloading
-from .solver import Budget, Goal, SolveOptions, is_number
-from .solver.goal import memory_bytes
+from .solver import Budget, Goal, SolveOptions
 from .torch_state.forwards import outside_of_modes
 from .torch_state.ranks import within_data_parallel
 
@@ -191,7 +191,7 @@ def optimize(
     if said:
         check_model(model, may_lack_content=True)
         parsing = replace(parsing, told=said.named(kinds_of_modules(model)))
-    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host, memory_bytes)
+    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host)
     if offloading is not None:
         others = {
             "chunks=": chunks > 1, "compile=": backend is not None, "keep=, recompute= and once=": bool(said),

@@ -11,6 +11,7 @@ import torch
 
 from .checking.check import check_two_steps
 from .errors import InputError, ParseError, PlanError, SolveError, optional
+from .given import memory_bytes
 from .graph import Graph
 from .in_parts import (
     check_goal_of_units,
@@ -161,7 +162,7 @@ class Planning:
         else:
             check_goal_of_units(model, self.options, self.chunks)
         if self.device is not None:
-            optional("sizing.needs").memory_bytes(self.device.memory, "device_memory")
+            memory_bytes(self.device.memory, "device_memory")
         self.options.parsing.check(model)
 
     def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:

@@ -36,7 +36,7 @@ from .process import within_seconds
 from .program.structures import Call, InputSpec
 from .runtime.offloading import Bandwidth, Offloading
 from .solver import FAIR, Budget, Goal, SolveOptions
-from .solver.goal import in_bytes, memory_bytes
+from .solver.goal import in_bytes
 from .torch_state.forwards import collects_now
 from .torch_state.ranks import answer_of_ranks, are_several, first_answer, has_inner_units
 
@@ -329,7 +329,7 @@ def with_host(
     """
     if not isinstance(graph, Graph) or graph.program is None:
         raise InputError("graph must be a Graph that ogc.parse made; one by hand gets its host=ogc.Host(out, back)")
-    found = Offloading.of(offload or True, bandwidth, host_memory, ranks_per_host, memory_bytes)
+    found = Offloading.of(offload or True, bandwidth, host_memory, ranks_per_host)
     assert found is not None
     return found.on(graph)
 

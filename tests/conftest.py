@@ -75,14 +75,16 @@ FEW_MOVES = 300
 """A plan is as right after few moves of the local search; it is a little worse, in half of the time that tests take."""
 
 
+AS_USERS_GET_THEM = ("plan", "solver", "compiling", "test_agreement.py", "test_allocator.py", "test_random_modules.py")
+"""Folders and files whose tests search with all moves, as do slow ones and those that ask for ``all_moves``."""
+
+
 @pytest.fixture(autouse=True)
 def few_moves(request, monkeypatch):
-    """The search is short, but for tests of how good plans are: in the folders of plans, solvers and compiled graphs,
-    slow ones, and those that ask for ``all_moves``.
-    """
-    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    """The search is short, but for tests of plans as users get them: of how good they are, and of what they promise."""
+    place = request.path.relative_to(Path(__file__).parent).parts[0]
     is_slow = request.node.get_closest_marker("slow") is not None
-    if not (folder in ("plan", "solver", "compiling") or is_slow or "all_moves" in request.fixturenames):
+    if not (place in AS_USERS_GET_THEM or is_slow or "all_moves" in request.fixturenames):
         monkeypatch.setitem(EFFORTS, 1, FEW_MOVES)
 
 

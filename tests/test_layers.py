@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "ogc"
 
 LAYERS = (
     {"errors", "process"},
-    {"graph", "torch_state"},
+    {"given", "graph", "torch_state"},
     {"plan"},
     {"program"},
     {"operators"},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import InputError
+from ..given import is_number, memory_bytes
 from ..graph import Graph, Host
 from .copies import offloadable_values
 from .host import bandwidths
@@ -36,9 +36,7 @@ class Offloading:
     ranks: int = 1
 
     @classmethod
-    def of(
-        cls, offload: Any, bandwidth: Any, memory: Any, ranks: Any, to_bytes: Callable[[Any, str], int]
-    ) -> Offloading | None:
+    def of(cls, offload: Any, bandwidth: Any, memory: Any, ranks: Any) -> Offloading | None:
         """What the arguments of :func:`ogc.optimize` mean.
 
         Raises:
@@ -54,7 +52,7 @@ class Offloading:
             raise InputError(f"offload must be True or the path of a folder that is there, not {offload!r}")
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             raise InputError(f"ranks_per_host must be a number of processes, 1 or more, not {ranks!r}")
-        most = None if memory is None else to_bytes(memory, "host_memory")
+        most = None if memory is None else memory_bytes(memory, "host_memory")
         folder = "" if offload is True else os.path.abspath(offload)
         return cls(folder, None if bandwidth is None else _pair(bandwidth), most, ranks)
 
@@ -85,8 +83,7 @@ def _pair(bandwidth: Any) -> tuple[float, float]:
     if isinstance(bandwidth, str) and bandwidth in LINKS:
         bandwidth = OF_LINK * LINKS[bandwidth]
     pair = bandwidth if isinstance(bandwidth, tuple) else (bandwidth, bandwidth)
-    is_right = len(pair) == 2 and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in pair)
-    if not is_right or min(pair) <= 0:
+    if not (len(pair) == 2 and all(is_number(one) and one > 0 for one in pair)):
         raise InputError(
             f"bandwidth must be bytes per second, more than 0, a pair of such numbers, or one of "
             f"{', '.join(map(repr, LINKS))}, not {bandwidth!r}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, SolveError
+from ..given import memory_bytes
 from ..graph import MIB, Graph
 from ..parser import Loss
 from ..parser.opaque import NamesAndTypes
@@ -19,7 +20,6 @@ from ..plan.simulate import lower_bound, plain_peak
 from ..process import collecting_new_only
 from ..runtime.offloading import Bandwidth, Offloading
 from ..solver import LEAST, LEAST_PEAK, Budget, Goal, optimal, solve
-from ..solver.goal import memory_bytes
 from .graphs import SIZES, Graphs
 from .needs import Estimate, Optimizer, activation_budget, fits, fixed_needs, made_within, used_bytes
 
@@ -166,7 +166,7 @@ def largest_batches(
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
         Goal(max_overhead=max_overhead)
-    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host, memory_bytes)
+    offloading = Offloading.of(offload, bandwidth, host_memory, ranks_per_host)
     needs = fixed_needs(model, make_sample(step), optimizer, device, ddp, gradients, shards, units)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import InputError, SolveError
+from ..given import memory_bytes
 from ..graph import MIB, Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
@@ -30,7 +31,7 @@ from ..program.program import (
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
-from ..solver.goal import LEAST, memory_bytes
+from ..solver.goal import LEAST
 from ..torch_state.ranks import own_part
 from .allocator import AllocatorSettings, DeviceFullError
 from .optimizers import alone_bytes, optimizer_bytes

@@ -1,6 +1,6 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of, is_number
+from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver
 from .solve import SOLVERS, SolveOptions, frontier, optimal, solve
 
 __all__ = [
@@ -14,9 +14,7 @@ __all__ = [
     "Goal",
     "SolveOptions",
     "Solver",
-    "bytes_of",
     "frontier",
-    "is_number",
     "optimal",
     "solve",
 ]

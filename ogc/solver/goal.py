@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import InputError
+from ..given import bytes_of, is_number
 from ..graph import Graph
 from ..plan import Plan
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 NEGLIGIBLE = 0.005
 """Share of a peak that no time is spent for: peaks are not known better."""
@@ -85,36 +82,3 @@ Raises:
 def in_bytes(budget: Budget | None) -> bool:
     """Whether a budget is a number of bytes, and no share."""
     return budget not in (None, LEAST) and not isinstance(budget, float)
-
-
-def bytes_of(budget: Budget, plain: int) -> int:
-    """The number of bytes that a budget stands for, where the plain model peaks at ``plain``.
-
-    Raises:
-        InputError: it stands for none.
-    """
-    if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
-        if found is not None:
-            return int(float(found[1]) * UNITS[found[2] or ""])
-    elif is_number(budget) and budget > 0 and (isinstance(budget, int) or budget <= 1):
-        return budget if isinstance(budget, int) else int(budget * plain)
-    raise InputError(
-        f"memory_budget must be bytes, a text like '8GB' or '512MiB', a share in (0, 1] of the plain peak, or 'least', "
-        f"not {budget!r}"
-    )
-
-
-def memory_bytes(size: Any, argument: str) -> int:
-    """Bytes of a memory that an argument gives: a number or a text such as ``"24GB"``, but no share."""
-    if isinstance(size, (int, str)) and not isinstance(size, bool):
-        try:
-            return bytes_of(size, 0)
-        except InputError:
-            pass
-    raise InputError(f"{argument} must be bytes or a text like '24GB' or '8GiB', not {size!r}")
-
-
-def is_number(goal: Any) -> bool:
-    """Whether this is a number, which True is not."""
-    return isinstance(goal, (int, float)) and not isinstance(goal, bool)

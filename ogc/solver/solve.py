@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError, PlanError, SolveError
+from ..given import bytes_of
 from ..graph import MIB, Graph, Operation, Value
 from ..plan import Decisions, Frontier, Plan, plain_plan, recomputed, saved, simulate
 from ..plan.decisions import up_to
@@ -23,7 +24,7 @@ from ..plan.simulate import lower_bound
 from ..plan.told import Entry, Instructions, kinds_of
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of, inside_a_recomputation, weigh
-from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .goal import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver
 from .offloading import offloading, timed_candidate
 from .polish import Aim, polished
 from .references import REFERENCES
@@ -160,12 +161,12 @@ def frontier(
     known, asked = _known_of(told), ("curve", points)
     if asked not in known.answered:
         known.learn(search_of(told).curve(points))
+        if told.host is not None:
+            least, search = max(1, lower_bound(told)), _Offloading(told, known, 0)
+            peaks = np.geomspace(least, plain.peak_bytes, points + 1)[1:-1]
+            known.learn_away(search.within(int(peak), known.plans) for peak in peaks)
         if not is_late():
             known.answered.add(asked)
-    if told.host is not None:
-        least, search = max(1, lower_bound(told)), _Offloading(told, known, 0)
-        peaks = np.geomspace(least, plain.peak_bytes, points + 1)[1:-1]
-        known.learn_away(search.within(int(peak), known.plans) for peak in peaks)
     found = front_of([*known.plans, *known.away])
     plans = [
         plain.deciding(c.decisions.as_told(told.told), "optimal")

@@ -293,11 +293,12 @@ def test_everything_happens_and_nothing_is_left(does, steps, living, tmp_path, m
     def compare(number: int, life: Life) -> None:
         assert not frames, f"after step {number}"
         if number % 10 == 0:
-            gc.collect()
             assert collected() <= others
             found = {**life.model.state_dict(), "random state": torch.get_rng_state()}
             for name, tensor in expected[number // 10].items():
                 assert torch.equal(found[name], tensor), f"{name} after step {number}"
+            if does == "offloads":  # what planning leaves in circles goes later
+                gc.collect()
             tracked.append((tensors(), resident_bytes()))
 
     plain, happened = live(lambda model: model, steps, note)

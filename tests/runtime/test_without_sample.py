@@ -76,7 +76,7 @@ def assert_alike(make, x, goal=None, context=torch.enable_grad):
 
 CASES = {
     "batch norm": (Residual, images(), {"memory_budget": 0.7}),
-    "dropout": (layers, torch.randn(64, 64), {"memory_budget": "least"}),
+    "dropout": (layers, torch.randn(64, 64), {}),
     "in parts": (ByData, torch.randn(512, 16), {"memory_budget": 0.7}),
 }
 
@@ -101,7 +101,7 @@ def test_the_first_step_takes_no_more_memory_than_a_plain_one(case, profile, mon
     make, x, goal = CASES[case]
     torch.manual_seed(0)
     plain, model = make(), make()
-    optimized = planned(model, **goal)
+    optimized = planned(model, **(goal or {"memory_budget": "least"}))  # what is fair goes by times, which vary
 
     def peak(run):
         return peak_bytes(lambda: loss_of(run(x)).backward(), "cpu")
